@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -33,10 +33,24 @@ from hpc_elastic.agent.preemption import (
 from hpc_elastic.rendezvous.effects import Announce, Append, Effect, QueryTasks, RenewLease, Send
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRules, claim
+from hpc_elastic.rendezvous.messages import (
+    CheckpointAnnounced,
+    CheckpointRequested,
+    Heartbeat,
+    Join,
+    Leave,
+    Message,
+    Notice,
+    Reattach,
+    Report,
+    Requeue,
+    Stop,
+    Vote,
+)
 from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
 from hpc_elastic.slurm.exit_action import Reason
 from hpc_elastic.slurm.job_state import TaskState
-from hpc_elastic.worker.shared_page import WorkerStatus
+from hpc_elastic.worker.shared_page import CheckpointRequest, WorkerStatus
 
 LIVENESS = HeartbeatConfig(0.5, 3.0)
 SIGNAL_DELAY_S = 120.0
@@ -269,8 +283,7 @@ class ElasticRun:
             self._leave(node, "its node is to be left")  # with ft at the next quorum
             return
         self._at(node.notice.by, self._obey_notice, node)
-        fields = {"reason": node.notice.reason.value, "left_s": node.notice.by - self._now}
-        self._report(node, "notice", **fields)
+        self._send(node, Notice(node.notice.reason.value, node.notice.by - self._now))
         self._obey_notice(node)
 
     def _of_time_limit(self, node: Node) -> tuple[float, PreemptionNotice]:
@@ -322,7 +335,7 @@ class ElasticRun:
         if node is self._leads:
             self._lose_leader()
         elif self._leader is not None:
-            self._deliver(self._leader.received, node.agent, {"type": "leave", "why": why})
+            self._deliver(self._leader.received, node.agent, Leave(why))
 
     def _is_member(self, node: Node) -> bool:
         group = self._group
@@ -335,7 +348,7 @@ class ElasticRun:
             self._leave(node, "its node is to be left")
             return
         node.requests += 1
-        self._report(node, "join", request=node.requests)
+        self._send(node, Join(node.requests))
 
     # ---- the leader ---------------------------------------------------------------------
 
@@ -362,18 +375,17 @@ class ElasticRun:
             self._deliver(self._leader.connected, each.agent, self._now)
         for each in list(self._nodes.values()):
             if self._rules.ft and each.placed:
-                self._deliver(
-                    self._leader.received, each.agent, {"type": "reattach", **each.placed}
-                )
+                self._deliver(self._leader.received, each.agent, Reattach(**each.placed))
             else:
                 self._join(each)
 
-    def _report(self, node: Node, kind: str, **fields: Any) -> None:
+    def _report(self, node: Node, report: Report) -> None:
         index = self._group.index if self._group is not None else 0
+        self._send(node, replace(report, index=index))
+
+    def _send(self, node: Node, message: Message) -> None:
         if self._leader is not None and node.is_up:
-            self._deliver(
-                self._leader.received, node.agent, {"type": kind, "index": index, **fields}
-            )
+            self._deliver(self._leader.received, node.agent, message)
 
     def _deliver(self, event: Callable[..., list[Effect]], *args: Any) -> None:
         """Let the leader handle an event, after a tick if it has had none for long."""
@@ -408,9 +420,8 @@ class ElasticRun:
         self._ticked = self._now
         if self._now - self._beaten > LIVENESS.heartbeat_timeout_s / 2:  # enough, and less work
             self._beaten = self._now
-            beat = {"type": "heartbeat", "progress": None}
             for agent in self._nodes:
-                self._do(leader.received(agent, beat, self._now))
+                self._do(leader.received(agent, Heartbeat(), self._now))
             if self._group is not None:
                 self._progress(self._group)
         self._do(leader.tick(self._now))
@@ -419,13 +430,13 @@ class ElasticRun:
         costs = self._costs
         for effect in effects:
             match effect:
-                case Send(agents, message) if message["type"] == "stop":
+                case Send(agents, Stop()):
                     self._stop(agents or ())
-                case Send(_, message) if message["type"] == "checkpoint_request":
-                    self._request(message["request"])
-                case Send(agents, message) if message["type"] == "requeue":
+                case Send(_, CheckpointRequested(request)):
+                    self._request(request)
+                case Send(agents, Requeue(delay_s)):
                     for agent in agents or ():
-                        self._requeue(agent, message["delay_s"])
+                        self._requeue(agent, delay_s)
                 case Append():
                     self._after(costs.append_s, self._appended, self._leader)
                 case Announce():
@@ -508,7 +519,7 @@ class ElasticRun:
         node = self._nodes.get(group.members[0])
         has_begun = self._now >= group.begin_s + self._script.step_s
         if has_begun and not group.is_over and node is not None and self._leader is not None:
-            beat = {"type": "heartbeat", "progress": {"step": self._step(), "total": None}}
+            beat = Heartbeat({"step": self._step(), "total": None})
             self._do(self._leader.received(node.agent, beat, self._now))
 
     def _stop(self, agents: Collection[Agent]) -> None:
@@ -546,32 +557,32 @@ class ElasticRun:
         for agent in group.members:
             if group.is_over or group is not self._group:
                 return
-            self._report_of(agent, "checkpoint", step=group.saved, paused=number)
+            self._report_of(agent, CheckpointAnnounced(group.saved, number))
 
-    def _report_of(self, agent: Agent, kind: str, **fields: Any) -> None:
+    def _report_of(self, agent: Agent, report: Report) -> None:
         node = self._nodes.get(agent)
         if node is not None:
-            self._report(node, kind, **fields)
+            self._report(node, report)
 
-    def _request(self, request: dict[str, Any] | None) -> None:
+    def _request(self, request: CheckpointRequest | None) -> None:
         """All workers have got a checkpoint request."""
         group = self._group
         if group is None or group.is_over:
             return
-        if request is None or request["released"]:
+        if request is None or request.released:
             self._resume(group)
-        elif not request["confirmed"]:
+        elif not request.confirmed:
             self._resume(group)
-            if request["step"] and request["step"] > self._step():
-                group.hold_at = request["step"]
-            self._after(self._costs.page_s, self._vote, group, request["number"], request["step"])
-        elif request["step"] is None:  # each node votes again once its workers poll steps
-            group.pauses = request["number"]
+            if request.step and request.step > self._step():
+                group.hold_at = request.step
+            self._after(self._costs.page_s, self._vote, group, request.number, request.step)
+        elif request.step is None:  # each node votes again once its workers poll steps
+            group.pauses = request.number
             if self._script.polls:
                 begin_s = max(self._now, group.begin_s + self._script.step_s)
-                self._at(begin_s + self._costs.page_s, self._vote, group, request["number"], 0)
+                self._at(begin_s + self._costs.page_s, self._vote, group, request.number, 0)
         else:
-            reached_s = group.anchor[0] + (request["step"] - group.anchor[1]) * self._script.step_s
+            reached_s = group.anchor[0] + (request.step - group.anchor[1]) * self._script.step_s
             begin_s = max(reached_s, self._now)
             self._at(begin_s + self._costs.save_s, self._save_agreed, group, request)
 
@@ -588,19 +599,19 @@ class ElasticRun:
         has_begun = self._now >= group.begin_s + self._script.step_s and self._script.polls
         passed = self._step() if has_begun else None
         can = passed is None or (step > 0 and (passed < step or group.hold_at == step))
-        vote = {"number": number, "ok": can, "passed": passed, "rate": 1 / self._script.step_s}
+        vote = Vote(number, can, passed, 1 / self._script.step_s)
         for agent in group.members:
             if group.is_over:
                 return
-            self._report_of(agent, "step_vote", **vote)
+            self._report_of(agent, vote)
 
-    def _save_agreed(self, group: Group, request: dict[str, Any]) -> None:
-        if group.is_over or group.hold_at != request["step"]:
+    def _save_agreed(self, group: Group, request: CheckpointRequest) -> None:
+        if group.is_over or group.hold_at != request.step:
             return
-        group.saved = request["step"]
+        group.saved = request.step
         group.anchor, group.hold_at = (self._now, group.saved), None
-        group.runs = not request["pause"]
-        self._announce_save(group, request["number"] if request["pause"] else 0)
+        group.runs = not request.pause
+        self._announce_save(group, request.number if request.pause else 0)
 
     # ---- replicas (ft) ------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.effects import (
@@ -28,6 +27,7 @@ from hpc_elastic.rendezvous.effects import (
 )
 from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
+from hpc_elastic.rendezvous.messages import TO_AGENT, Heartbeat, Message, Round, Stop, pack, unpack
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.transport.connection import ClientConnection, connect
 from rendezvous_scale.leading import SECRET, liveness, member
@@ -95,19 +95,20 @@ class LightAgent:
                 case Disconnect():
                     self.die()
                 case SendToLeader(message) if self.stream is not None:
-                    is_beat = message["type"] == "heartbeat"
-                    self.stream.send({**message, "progress": _PROGRESS} if is_beat else message)
+                    if isinstance(message, Heartbeat):
+                        message = Heartbeat(_PROGRESS)
+                    self.stream.send(pack(message, time.time()))
                 case Deliver(message):
                     self._hear(message)
                 case Claim():
                     raise AssertionError("an agent takes the leader for dead")
 
-    def _hear(self, message: dict[str, Any]) -> None:
-        if message["type"] == "round":
-            self.rank = message["group_rank"]
+    def _hear(self, message: Message) -> None:
+        if isinstance(message, Round):
+            self.rank = message.place.group_rank
             self.group.waiting.discard(self)
             self.group.check()
-        elif message["type"] == "stop":  # its workers, if it had any, would be stopped now
+        elif isinstance(message, Stop):  # its workers, if it had any, would be stopped now
             self.group.waiting.add(self)
             self._carry_out(self.following.join())
 
@@ -125,7 +126,8 @@ class LightAgent:
         stream = self.stream
         try:
             while True:
-                message = await stream.receive()
+                message = unpack(await stream.receive(), TO_AGENT, time.time())
+                assert message is not None
                 self._carry_out(self.following.received(message, time.monotonic()))
         except OSError as e:
             self.stream = None

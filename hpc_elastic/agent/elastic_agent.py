@@ -25,7 +25,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,8 +69,8 @@ from hpc_elastic.checkpoint.node_memory import AgentFolder
 from hpc_elastic.config.schema import AgentSettings
 from hpc_elastic.data.batch import THROUGHPUTS_VARIABLE
 from hpc_elastic.ft.messages import SOCKET_ENV, HealFailed, StateMismatch
-from hpc_elastic.rendezvous.effects import RoundInfo
 from hpc_elastic.rendezvous.log_entry import Agent
+from hpc_elastic.rendezvous.messages import Failed, Finished, RoundInfo
 from hpc_elastic.rendezvous.replica_state import results_of
 from hpc_elastic.rendezvous.session import Session
 from hpc_elastic.rendezvous.torch_handler import SlurmRendezvousHandler
@@ -266,8 +266,9 @@ class ElasticAgent(LocalElasticAgent):
             files = self._files(self._round.first_rank)
             failure = worker_failures.describe(worker_failures.EndedWorker(0, 1), files, place)
             message = f"the workers of this node cannot be started: {refused.error}"
-            told = {"message": message, "exception": type(refused.error).__name__}
-            self._session.report_failures([{**failure, **told, "exit_code": None}])
+            exception = type(refused.error).__name__
+            failure = replace(failure, message=message, exception=exception, exit_code=None)
+            self._session.report(Failed([failure]))
 
     def _start_once(self, worker_group: WorkerGroup) -> dict[int, Any]:
         workplace, round_ = self._workplace, self._round
@@ -419,7 +420,7 @@ class ElasticAgent(LocalElasticAgent):
                 _log.warning("the function has returned under notice, before its last step")
                 self._session.leave_now()
                 return
-        self._session.report_finished()
+        self._session.report(Finished())
 
     def _ended_by_themselves(self) -> dict[int, worker_failures.EndedWorker]:
         """Return the workers that have ended, not by this agent, before their function returned."""
@@ -468,18 +469,16 @@ class ElasticAgent(LocalElasticAgent):
             worker_failures.describe(failure, self._files(rank), place, self.pages[rank].read())
             for rank, failure in failures.items()
         ]
-        have_exited = any(
-            f["signal"] is None and f["exception"] in (None, "SystemExit") for f in found
-        )
+        have_exited = any(f.signal is None and f.exception in (None, "SystemExit") for f in found)
         if have_exited:
             self._await_notice()
         notice = self._workplace.notices.current
         if notice is not None and (have_exited or notice.reason is Reason.SIGNAL):
-            _log.warning("workers have ended under notice: %s", [f["message"] for f in found])
+            _log.warning("workers have ended under notice: %s", [f.message for f in found])
             self._session.leave_now()
             return
         self._retention.keep_round()
-        self._session.report_failures(worker_failures.earliest(found))
+        self._session.report(Failed(worker_failures.earliest(found)))
 
     def _await_notice(self) -> None:
         deadline = time.monotonic() + _NOTICE_MAY_COME_S

@@ -27,21 +27,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hpc_elastic.agent import stacks
 from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
 from hpc_elastic.rendezvous.hang_diagnosis import (
-    RankState,
-    Stall,
     diagnose_hang,
     hang_failures,
     hang_note,
 )
 from hpc_elastic.rendezvous.log_entry import Agent
+from hpc_elastic.rendezvous.messages import Failed, RankState, Stacks, Stall
 from hpc_elastic.rendezvous.session import Session
 from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
 
@@ -121,7 +119,7 @@ class HangWatch:
             )  # fmt: skip
             _log.warning("no step for %.0f s (limit %.0f s)", stall.stalled_s, stall.limit_s)
             if self._alone is None:
-                self._leader.report_stall(asdict(stall))
+                self._leader.report(stall)
             else:
                 work = partial(self._judge, *self._alone, pids, stall)
         else:
@@ -133,7 +131,7 @@ class HangWatch:
             self._sampling.start()
 
     def _answer(self, number: int, pids: Mapping[int, int]) -> None:
-        self._leader.answer_stacks(number, [_message(s) for s in self._sample_workers(pids)])
+        self._leader.report(Stacks(number, self._sample_workers(pids)))
 
     def _judge(
         self,
@@ -147,8 +145,7 @@ class HangWatch:
         if finding is not None:
             note, round_ = hang_note(finding, stall.stalled_s), self._workers[0].files.round
             write(note.kind, **note.fields)
-            failed = [_message(f) for f in hang_failures(finding, stall.stalled_s, round_)]
-            self._leader.report_failures(failed)
+            self._leader.report(Failed(hang_failures(finding, stall.stalled_s, round_)))
 
     def _sample_workers(self, pids: Mapping[int, int]) -> list[RankState]:
         """Sample all workers, each on a thread of its own, until done or for `WITHIN_S`."""
@@ -191,8 +188,8 @@ class HangWatch:
             )
             found.append(RankState(
                 worker.files.rank, worker.local_rank, state, seen.place, waits,
-                str(worker.files.stack), collectives=collectives.get(worker.local_rank, {}),
-                gpus_fail=self._gpus_fail(),
+                str(worker.files.stack), time.time(),
+                collectives.get(worker.local_rank, {}), self._gpus_fail(),
             ))  # fmt: skip
         self._write(found, samplers)
         return found
@@ -274,12 +271,6 @@ class WorkerSample:
             case "busy" if not self.dumps:
                 return "work that is no step"
         return describe_place(self.dumps[-1] if self.dumps else ())
-
-
-def _message(item: Any) -> dict[str, Any]:
-    fields = asdict(item)
-    fields.pop("time")
-    return {**fields, "age_s": 0.0}
 
 
 MIN_LIMIT_S = 60.0

@@ -41,8 +41,9 @@ from hpc_elastic.rendezvous import leader
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.follower_state import REMOVED
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
-from hpc_elastic.rendezvous.log_entry import OLDER_ATTEMPT, Agent, RoundRules
-from hpc_elastic.rendezvous.session import Requeued, Session
+from hpc_elastic.rendezvous.log_entry import Agent, RoundRules
+from hpc_elastic.rendezvous.messages import OLDER_ATTEMPT, Requeue
+from hpc_elastic.rendezvous.session import Session
 from hpc_elastic.rendezvous.status_writer import StatusWriter
 from hpc_elastic.rendezvous.task_recovery import longest_join_s
 from hpc_elastic.rendezvous.term import RunFiles
@@ -239,10 +240,10 @@ class NodeAgent:
                 self._queue.leave_run()
             return code
         verdict = session.verdict
-        if verdict is not None and verdict.status == REMOVED["status"]:
+        if verdict is not None and verdict.status == REMOVED.status:
             why = f"the directory of the run was removed, so it ends: {self._task.run.path}"
             print(f"hpc_elastic: {self._task.slurm.node_name}: {why}", file=sys.stderr)
-        if verdict is not None and verdict.status == OLDER_ATTEMPT["status"]:
+        if verdict is not None and verdict.status == OLDER_ATTEMPT.status:
             print(f"hpc_elastic: {self._task.slurm.node_name}: {verdict.failure}", file=sys.stderr)
         return 0 if verdict is not None and verdict.status == "succeeded" else 1
 
@@ -258,10 +259,10 @@ class NodeAgent:
             if problem.is_nodes:
                 told = f"hpc_elastic: {host} is not fit to join: {problem.reason}"
                 print(told, file=sys.stderr)
-                return self._go_back(Requeued(_UNFIT_AWAY_S)) if goes else 1
+                return self._go_back(Requeue(_UNFIT_AWAY_S)) if goes else 1
         return None
 
-    def _go_back(self, sent_back: Requeued) -> int:
+    def _go_back(self, sent_back: Requeue) -> int:
         task, delay_s = self._task, sent_back.delay_s
         self._events.write("nodes_requeued", delay_s=round(delay_s, 1))
         try:

@@ -25,7 +25,8 @@ from dataclasses import dataclass, field, replace
 
 from hpc_elastic.agent.signals import SignalPipe
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.rendezvous.session import LeaveRequest, Session
+from hpc_elastic.rendezvous.messages import LeaveRequest
+from hpc_elastic.rendezvous.session import Session
 from hpc_elastic.run.directory import Pool
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.slurm.exit_action import ExitAction, Reason

@@ -19,6 +19,12 @@ from typing import Protocol
 
 from hpc_elastic._util import ThroughputMeter
 from hpc_elastic.rendezvous.group_change import STRAGGLE_S
+from hpc_elastic.rendezvous.messages import (
+    CheckpointAnnounced,
+    CheckpointWanted,
+    Report,
+    Vote,
+)
 from hpc_elastic.worker.shared_page import CheckpointRequest, WorkerStatus
 
 Rule = Callable[[CheckpointRequest, WorkerStatus], bool | None]
@@ -39,14 +45,8 @@ class CheckpointReporter(Protocol):
     def checkpoint_request(self) -> CheckpointRequest | None:
         """The leader's request to all workers of the round; None if there is none."""
 
-    def report_checkpoint(self, step: int, *, paused: int) -> None:
-        """Report that all workers have announced the checkpoint of a step."""
-
-    def vote(self, number: int, *, ok: bool, passed: int | None, rate: float) -> None:
-        """Vote on a checkpoint request."""
-
-    def want_checkpoint(self) -> None:
-        """Ask for a checkpoint of the whole group."""
+    def report(self, report: Report) -> None:
+        """Report to the leader of the round."""
 
 
 class SteeredPage(Protocol):
@@ -113,12 +113,12 @@ class WorkerChannel:
             if vote is not None:
                 ok, passed = vote
                 rate = self._pace.rate or 0.0
-                self._leader.vote(self._shown.number, ok=ok, passed=passed, rate=rate)
+                self._leader.report(Vote(self._shown.number, ok, passed, rate))
         self._report_checkpoint(workers, now)
         wanted = sum(w.wanted for w in workers)
         if wanted != self._wanted:
             self._wanted = wanted
-            self._leader.want_checkpoint()
+            self._leader.report(CheckpointWanted())
 
     def _show(self, request: CheckpointRequest | None) -> None:
         """Write a new request, or a new state of the last one, on all pages."""
@@ -171,4 +171,4 @@ class WorkerChannel:
         step = max(steps) if is_late else min(steps)
         if (step, paused) != self._reported:
             self._reported = (step, paused)
-            self._leader.report_checkpoint(step, paused=paused)
+            self._leader.report(CheckpointAnnounced(step, paused))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic.agent.signals import name_of
+from hpc_elastic.rendezvous.log_entry import Failure
 from hpc_elastic.shared_files import parse_json, read_tail, read_text
 from hpc_elastic.transport.auth import MAX_FRAME_BYTES
 from hpc_elastic.worker.shared_page import WorkerStatus
@@ -80,10 +81,10 @@ class NodeIdentity:
     logs: Path
 
 
-def earliest(failures: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def earliest(failures: Iterable[Failure]) -> list[Failure]:
     """Return the failures of one node that its report has room for, the oldest first."""
-    found = sorted(failures, key=lambda f: -float(f["age_s"]))[:_MAX_REPORTED]
-    while len(json.dumps(found)) > _MAX_BYTES:
+    found = sorted(failures, key=lambda failure: failure.time)[:_MAX_REPORTED]
+    while len(json.dumps([asdict(failure) for failure in found])) > _MAX_BYTES:
         found.pop()
     return found
 
@@ -102,27 +103,27 @@ def describe(
     files: WorkerFiles,
     place: NodeIdentity,
     progress: WorkerStatus | None = None,
-) -> dict[str, Any]:
-    """Return the fields of `rendezvous.log_entry.Failure`, with its age in place of its time."""
-    told = _worker_report(files.error)
+) -> Failure:
+    """Describe how a worker has failed."""
+    told, now = _worker_report(files.error), time.time()
     died_of = name_of(-failure.exitcode) if failure.exitcode < 0 else None
     how = f"ended by {died_of}" if died_of else _how_it_exited(failure.exitcode, told, progress)
-    return {
-        "task": place.task,
-        "host": place.host,
-        "rank": files.rank,
-        "local_rank": failure.local_rank,
-        "age_s": max(0.0, time.time() - float(told.get("time", time.time()))),
-        "message": str(told.get("message", how))[:_MAX_MESSAGE],
-        "exception": told.get("exception") and str(told["exception"])[:_MAX_MESSAGE],
-        "traceback": str(told.get("traceback") or read_tail(files.err))[-_MAX_TRACEBACK:] or None,
-        "exit_code": None if died_of else failure.exitcode,
-        "signal": died_of,
-        "phase": told.get("phase", "run"),
-        "log": str(files.err),
-        "remedy": _REMEDY if failure.exitcode == 0 else _REMEDY_OF_SIGNAL.get(died_of or ""),
-        "round": files.round,
-    }
+    return Failure(
+        task=place.task,
+        host=place.host,
+        rank=files.rank,
+        local_rank=failure.local_rank,
+        time=min(now, float(told.get("time", now))),
+        message=str(told.get("message", how))[:_MAX_MESSAGE],
+        exception=told.get("exception") and str(told["exception"])[:_MAX_MESSAGE],
+        traceback=str(told.get("traceback") or read_tail(files.err))[-_MAX_TRACEBACK:] or None,
+        exit_code=None if died_of else failure.exitcode,
+        signal=died_of,
+        phase=told.get("phase", "run"),
+        log=str(files.err),
+        remedy=_REMEDY if failure.exitcode == 0 else _REMEDY_OF_SIGNAL.get(died_of or ""),
+        round=files.round,
+    )
 
 
 def _how_it_exited(code: int, told: Mapping[str, Any], progress: WorkerStatus | None) -> str:

@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 from hpc_elastic.data.batch import encode_throughputs
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
+from hpc_elastic.rendezvous.messages import Join, Json, Message, Probe, RoundInfo
 from hpc_elastic.site import QueueQuestion
 from hpc_elastic.slurm import nodelist
-
-Message = dict[str, Any]
-
 
 # ---- messages and connections
 
@@ -54,27 +51,16 @@ class Disconnect:
 
 @dataclass(frozen=True)
 class Deliver:
-    """Pass the agent's own thread a message of the leader, or about it.
-
-    Types: ``round``, ``stop``, ``checkpoint_request``, ``end``, ``requeue``, ``waiting`` (as
-    `leader` sends them); ``noticed``: this node has a preemption notice; ``departed``: it has left
-    the run because of that; ``news``: why no message has arrived yet.
-    """
+    """Pass the agent's own thread a message of the leader, or one about this node."""
 
     message: Message
 
 
 @dataclass(frozen=True)
 class ProbePeers:
-    """Connect to ports of other agents; send the leader ``probed`` with those out of reach.
+    """Connect to ports of other agents; send the leader `Probed` with those out of reach."""
 
-    Attributes:
-        number: Number of the leader's query.
-        peers: The ports by task: all of them must be reached.
-    """
-
-    number: int
-    peers: Mapping[str, Sequence[tuple[str, int]]]
+    probe: Probe
 
 
 # ---- the log, and the files of the run
@@ -116,22 +102,6 @@ class Lead:
 
 
 @dataclass(frozen=True)
-class JoinRequest:
-    """An agent's request for a place in a round.
-
-    Attributes:
-        number: Its number: an agent may join again before it is answered.
-        store: Address and port of a fresh store, for the case that the agent is the first of a
-            replica.
-        waited_s: How long it has waited already, under earlier leaders or without one.
-    """
-
-    number: int
-    store: tuple[str, int] = ("", 0)
-    waited_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class Announce:
     """Send each member its place in the round that an entry has closed.
 
@@ -144,7 +114,7 @@ class Announce:
     """
 
     entry: LogEntry
-    requests: Mapping[Agent, JoinRequest]
+    requests: Mapping[Agent, Join]
     replicas: Mapping[int, Sequence[Agent]] | None = None
 
 
@@ -168,8 +138,8 @@ class RenewLease:
 class Show:
     """Replace the run's status, and append lines to its progress."""
 
-    status: Message
-    lines: tuple[Message, ...]
+    status: Json
+    lines: tuple[Json, ...]
 
 
 @dataclass(frozen=True)
@@ -287,36 +257,6 @@ def hosts_of(agents: Collection[Agent]) -> list[str]:
     return [agent.host for agent in agents][:20]
 
 
-# ---- a member's place in a round
-
-
-@dataclass(frozen=True)
-class RoundInfo:
-    """One member's place in a closed round, as it is sent: of the same size in any group."""
-
-    number: int
-    index: int
-    """The index of the entry that closed it: the group's fencing token."""
-    restarts: int
-    group_rank: int
-    group_size: int
-    """Nodes in the group."""
-    first_rank: int
-    """Global rank of this node's first worker."""
-    world_size: int
-    """Workers in the group."""
-    store: tuple[str, int] = ("", 0)
-    """Address and port of the store of the group."""
-    replica: int = 0
-    """Number of the replica that the group is, below the most that the run may have."""
-    throughputs: str = ""
-    """Of the workers, if they differ (`data.batch.encode_throughputs`): one part for each pool."""
-    hosts: str = ""
-    """The nodes by group rank, as Slurm's node list."""
-    workers: str = ""
-    """The number of workers on each, as in SLURM_TASKS_PER_NODE."""
-
-
 def places(
     announce: Announce, store: tuple[str, int] = ("", 0)
 ) -> Iterator[tuple[Agent, RoundInfo]]:
@@ -335,8 +275,3 @@ def places(
                 entry.round, entry.index, entry.restarts, rank, len(members), first_rank,
                 world_size, store, replica, throughputs, hosts, workers,
             )  # fmt: skip
-
-
-def place_message(announce: Announce, agent: Agent, place: RoundInfo) -> Message:
-    """Return the message that sends a member its place."""
-    return {"type": "round", "request": announce.requests[agent].number, **vars(place)}

@@ -24,9 +24,8 @@ tick shows that this agent was suspended; that time does not count as the leader
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 from hpc_elastic.rendezvous.effects import (
     Claim,
@@ -35,7 +34,6 @@ from hpc_elastic.rendezvous.effects import (
     Disconnect,
     Effect,
     Lead,
-    Message,
     ProbePeers,
     PublishResult,
     QuerySlurm,
@@ -43,7 +41,34 @@ from hpc_elastic.rendezvous.effects import (
     SendToLeader,
 )
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
-from hpc_elastic.rendezvous.log_entry import OLDER_ATTEMPT, Agent, LogEntry, has_no_leader
+from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, has_no_leader
+from hpc_elastic.rendezvous.messages import (
+    OLDER_ATTEMPT,
+    Address,
+    CheckpointRequested,
+    Departed,
+    End,
+    Failed,
+    Finished,
+    Heartbeat,
+    Join,
+    Leave,
+    LeaveRequest,
+    Message,
+    Notice,
+    NoticeConfirmed,
+    NoticeRequest,
+    Probe,
+    QuorumMessage,
+    Reattach,
+    Report,
+    Requeue,
+    Round,
+    RoundInfo,
+    StacksRequest,
+    Stop,
+    Waiting,
+)
 from hpc_elastic.run.event_schema import LossReason
 
 CONFIRM_REFUSAL_S = 0.2
@@ -57,22 +82,14 @@ _NUM_WATCHERS = 16
 """The first members in rank order read the lease at every heartbeat; the others more rarely."""
 _NUM_SLURM_CLIENTS = 3
 """The first members query Slurm about an unreachable leader; the others wait for the lease."""
-REMOVED = {"type": "end", "status": "removed", "failure": "its directory was removed"}
-_SUPERSEDED = {"type": "end", "status": "superseded", "failure": "resumed with other tasks"}
+REMOVED = End("removed", "its directory was removed")
+_RESUMED = End(OLDER_ATTEMPT.status, "resumed with other tasks")
 
 
 class _Link(Enum):
     DOWN = "down"
     CONNECTING = "connecting"
     UP = "up"
-
-
-@dataclass(frozen=True)
-class LeaveDeadline:
-    """Why this node must be left, and by when (``by``: its monotonic seconds)."""
-
-    reason: str
-    by: float
 
 
 class FollowerState:
@@ -114,13 +131,13 @@ class FollowerState:
         """Addresses and ports at which this agent accepts the probes of others (`reachability`)."""
         self.versions = ""
         """Of Python and packages on this node; the leader compares them."""
-        self._round: Message = {"index": 0}
-        """The last ``round`` message with a place for this agent."""
-        self._final_report: Message | None = None
+        self._place: RoundInfo | None = None
+        """The last place of this agent in a round."""
+        self._final_report: Report | None = None
         """The report of how the workers of that round ended; None while they run."""
         self._in_round = False
         """Whether this agent has a place in a round that was not stopped."""
-        self._notice: LeaveDeadline | None = None
+        self._notice: LeaveRequest | None = None
         self._reading = self._claiming = False
         self._read_began = now
         self._read_due = now
@@ -146,40 +163,37 @@ class FollowerState:
         """How long it has waited for a place, without the time in which nothing has answered."""
         return max(0.0, self._answered - self._waits_since)
 
-    def report(self, type_: str, **fields: Any) -> list[Effect]:
+    def report(self, report: Report) -> list[Effect]:
         """Report to the leader of the present round; without a leader the report is dropped.
 
         The next leader receives the final report of a replica's workers (`connected`). A heartbeat
-        before ``finished`` carries the last progress of the workers.
+        before `Finished` carries the last progress of the workers.
         """
-        message = {"type": type_, "index": self._round["index"], **fields}
-        if self._stays and type_ in ("finished", "failed"):
-            self._final_report = message
-        last = self._send_to_leader({"type": "heartbeat"}) if type_ == "finished" else []
-        return [*last, *self._send_to_leader(message)]
+        report = replace(report, index=0 if self._place is None else self._place.index)
+        if self._stays and isinstance(report, (Finished, Failed)):
+            self._final_report = report
+        last = self._send_to_leader(Heartbeat()) if isinstance(report, Finished) else []
+        return [*last, *self._send_to_leader(report)]
 
     def add_notice(self, reason: str, left_s: float, now: float) -> list[Effect]:
         """Put this node under notice; the first reason and the earliest deadline count."""
-        by = now + left_s
-        if self._over or (self._notice is not None and self._notice.by <= by):
+        deadline = now + left_s
+        if self._over or (self._notice is not None and self._notice.deadline <= deadline):
             return []
         if self._notice is not None:
             reason = self._notice.reason
-        self._notice = LeaveDeadline(reason, by)
-        noticed = Deliver({"type": "noticed", "reason": reason, "left_s": left_s})
+        self._notice = LeaveRequest(reason, left_s, deadline)
         if not self._in_round:
-            return [noticed, *self.leave_now()]
-        message = {"type": "notice", "reason": reason, "left_s": left_s}
-        return [noticed, *self._send_to_leader(message)]
+            return [Deliver(self._notice), *self.leave_now()]
+        return [Deliver(self._notice), *self._send_to_leader(Notice(reason, left_s))]
 
     def leave_now(self) -> list[Effect]:
         """Leave the run because of the notice, without waiting for a checkpoint."""
         if self._over:
             return []
         reason = self._notice.reason if self._notice is not None else "asked"
-        leave = {"type": "leave", "why": f"{LossReason.TO_BE_LEFT}: {reason}"}
-        departed = {"type": "departed", "reason": reason}
-        return [*self._send_to_leader(leave), *self._end_session(departed)]
+        leave = Leave(f"{LossReason.TO_BE_LEFT}: {reason}")
+        return [*self._send_to_leader(leave), *self._end_session(Departed(reason))]
 
     # ---- events -------------------------------------------------------------------------
 
@@ -196,7 +210,7 @@ class FollowerState:
         effects: list[Effect] = []
         if now - self._beaten >= self.liveness.heartbeat_interval_s:
             self._beaten = now
-            effects.append(SendToLeader({"type": "heartbeat"}))
+            effects.append(SendToLeader(Heartbeat()))
         silence_s = now - self._last_message
         if silence_s > self.liveness.heartbeat_timeout_s:
             return effects + self._on_leader_lost(f"silent for {silence_s:.1f} s", now)
@@ -220,11 +234,11 @@ class FollowerState:
         if self._over or self._claiming:
             return []
         if entry is not None and entry.generation > self._generation:
-            return [Disconnect(), *self._end_session(_SUPERSEDED)]
+            return [Disconnect(), *self._end_session(_RESUMED)]
         if entry is not None and entry.attempts.get(self.me.task, 0) > self.me.attempt:
             return [Disconnect(), *self._end_session(OLDER_ATTEMPT)]
         if entry is not None and entry.ending is not None:
-            return [PublishResult(entry), *self._end_session(entry.ending.message)]
+            return [PublishResult(entry), *self._end_session(End.of(entry.ending))]
         whole = entry if entry is not None and entry.index == number else None
         term = -number if whole is None else whole.term  # a damaged entry: a term of its own
         if self._watch.term != term:
@@ -274,13 +288,14 @@ class FollowerState:
             return self._request_place(self.waited_s)
         if not (self._stays and self._in_round):
             return []
-        place = {name: self._round[name] for name in ("index", "number", "replica")}
-        reports: list[Message] = [{"type": "reattach", **place, **self._offered}]
+        assert self._place is not None
+        place = (self._place.index, self._place.number, self._place.replica)
+        reports: list[Message] = [Reattach(*place, *self._offered)]
         if self._final_report is not None:
             reports.append(self._final_report)
         if self._notice is not None:
-            left_s = max(0.0, self._notice.by - now)
-            reports.append({"type": "notice", "reason": self._notice.reason, "left_s": left_s})
+            left_s = max(0.0, self._notice.deadline - now)
+            reports.append(Notice(self._notice.reason, left_s))
         return [SendToLeader(message) for message in reports]
 
     def not_connected(self, why: str, now: float, *, refused: bool) -> list[Effect]:
@@ -307,25 +322,23 @@ class FollowerState:
             return []
         self._last_message = now
         self._record_answer(now)
-        match message["type"]:
-            case "round" if self.joining and message["request"] == self._num_requests:
+        match message:
+            case Round(request, place) if self.joining and request == self._num_requests:
                 self.joining, self._in_round = False, True
-                self._round, self._final_report = message, None
+                self._place, self._final_report = place, None
                 return [Deliver(message)]
-            case "stop" if not self.joining:
+            case Stop() if not self.joining:
                 return [Deliver(message), *self._on_round_stopped()]
-            case "checkpoint_request" | "stacks" if self._in_round:
+            case CheckpointRequested() | StacksRequest() if self._in_round:
                 return [Deliver(message)]
-            case "waiting" | "ft":
+            case Waiting() | QuorumMessage():
                 return [Deliver(message)]
-            case "probe":
-                ports = message["peers"].items()
-                peers = {task: [(str(a), int(p)) for a, p in found] for task, found in ports}
-                return [ProbePeers(int(message["number"]), peers)]
-            case "notice":
-                confirmed = self._send_to_leader({"type": "noticed"})
-                return [*confirmed, *self.add_notice("asked", float(message["left_s"]), now)]
-            case "end" | "requeue":
+            case Probe():
+                return [ProbePeers(message)]
+            case NoticeRequest(left_s):
+                confirmed = self._send_to_leader(NoticeConfirmed())
+                return [*confirmed, *self.add_notice("asked", left_s, now)]
+            case End() | Requeue():
                 return self._end_session(message)
         return []
 
@@ -368,7 +381,7 @@ class FollowerState:
         text = f"lost the leader: {why}"
         effects: list[Effect] = [Disconnect()]
         if not (self.joining or self._stays):
-            effects += [Deliver({"type": "stop", "reason": text}), *self._on_round_stopped()]
+            effects += [Deliver(Stop(text)), *self._on_round_stopped()]
         return [*effects, self._deliver_news(text), *self._read_log_if_due(now)]
 
     def _on_round_stopped(self) -> list[Effect]:
@@ -377,13 +390,12 @@ class FollowerState:
 
     def _request_place(self, waited_s: float) -> list[Effect]:
         self._num_requests += 1
-        request = {"request": self._num_requests, "store": self._store, "waited_s": waited_s}
-        return self._send_to_leader({"type": "join", **request, **self._offered})
+        request = Join(self._num_requests, self._store, waited_s, *self._offered)
+        return self._send_to_leader(request)
 
     @property
-    def _offered(self) -> Message:
-        offered = {"probes": self.probe_ports, "versions": self.versions}
-        return {name: value for name, value in offered.items() if value}
+    def _offered(self) -> tuple[tuple[Address, ...], str]:
+        return tuple(self.probe_ports), self.versions
 
     def _send_to_leader(self, message: Message) -> list[Effect]:
         return [SendToLeader(message)] if self._link is _Link.UP else []
@@ -393,7 +405,7 @@ class FollowerState:
         return [Deliver(message)]
 
     def _deliver_news(self, text: str) -> Deliver:
-        return Deliver({"type": "news", "text": text})
+        return Deliver(Waiting(text))
 
     def _is_newer(self, entry: LogEntry | None) -> bool:
         assert self._entry is not None

@@ -25,13 +25,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
 from hpc_elastic._util import ThroughputMeter
 from hpc_elastic.rendezvous.effects import Effect, Note, Postpone, Send
 from hpc_elastic.rendezvous.log_entry import Agent, RoundRules
+from hpc_elastic.rendezvous.messages import CheckpointRequested
 from hpc_elastic.site import StepTimeModel, most_useful_nodes
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.step_agreement import (
@@ -364,8 +365,7 @@ class GroupChange:
                 return self._send(CheckpointRequest(number, step))
 
     def _send(self, request: CheckpointRequest | None) -> list[Effect]:
-        fields = None if request is None else asdict(request)
-        return [Send(self.members, {"type": "checkpoint_request", "request": fields})]
+        return [Send(self.members, CheckpointRequested(request))]
 
 
 def preemption_note(agent: Agent, reason: str, left_s: float) -> Note:

@@ -30,12 +30,12 @@ The group is then restarted as after any failure of a worker (`failure_policy`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from hpc_elastic.rendezvous.effects import Effect, Message, Note, Send
+from hpc_elastic.rendezvous.effects import Effect, Note, Send
 from hpc_elastic.rendezvous.log_entry import Agent, Failure
+from hpc_elastic.rendezvous.messages import RankState, Stacks, StacksRequest, Stall
 from hpc_elastic.rendezvous.replica_state import Rounds
 from hpc_elastic.rendezvous.round_state import RoundPhase
 
@@ -47,68 +47,7 @@ _MAX_NAMED = 8
 _OUT_OF_REACH = ("stopped", "silent")
 
 
-@dataclass(frozen=True)
-class RankState:
-    """The state in which a rank was found.
-
-    Attributes:
-        rank: Its global rank.
-        local_rank: Its rank on its node.
-        state: ``stands``: its stack did not change; ``moves``: it did; ``busy``, ``done``: see
-            above; ``stopped``: by a signal, as SIGSTOP; ``silent``: it cannot be inspected.
-        place: Its innermost frame of the user's own code, ``file:line in function``; a few words if
-            the process has none or is out of reach.
-        waits_in: The collective, or similar call, that it is in; None if none is known.
-        stack: Path of the file with its stacks.
-        time: Unix seconds of its last sign of life.
-        collectives: The last one that it has enqueued in each group of NCCL, by the group's name:
-            its number, its name, and whether it is done.
-        gpus_fail: Whether nvidia-smi hangs or fails on its node.
-    """
-
-    rank: int
-    local_rank: int
-    state: str
-    place: str
-    waits_in: str | None = None
-    stack: str | None = None
-    time: float = 0.0
-    collectives: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    gpus_fail: bool = False
-
-    @property
-    def awaited(self) -> dict[str, int]:
-        """The number of the collective that it waits for, by group."""
-        return {group: n for group, (n, _, is_done) in self.collectives.items() if not is_done}
-
-    @property
-    def where(self) -> str:
-        """Its place as text."""
-        at = f"in {self.waits_in} ({self.place})" if self.waits_in else f"at {self.place}"
-        if self.gpus_fail:
-            at += ", and nvidia-smi fails on its node"
-        for group in self.awaited:
-            number, name, _ = self.collectives[group]
-            return f"{at}, where {name} {number} of group {group} is not done"
-        return at
-
-
 _RankOfAgent = tuple[Agent, RankState]
-
-
-@dataclass(frozen=True)
-class Stall:
-    """A report that workers make no step.
-
-    Attributes:
-        stalled_s: Seconds without a step.
-        limit_s: The limit that this exceeds.
-        assumed: Whether the limit is neither set nor measured (`agent.hang_watch`).
-    """
-
-    stalled_s: float
-    limit_s: float
-    assumed: bool = False
 
 
 @dataclass(frozen=True)
@@ -233,23 +172,24 @@ class HangDiagnosis:
     _stall: Stall = field(default_factory=lambda: Stall(0.0, 0.0))
     _answers: dict[Agent, list[RankState]] = field(default_factory=dict)
 
-    def received(self, rounds: Rounds, agent: Agent, message: Message, now: float) -> list[Effect]:
+    def received(
+        self, rounds: Rounds, agent: Agent, message: Stall | Stacks, now: float
+    ) -> list[Effect]:
         """Handle a member's report of a stall, or its answer with the states of its ranks."""
         run = rounds.run
         if run.phase is not RoundPhase.RUNNING or agent not in run.ranks:
             return []
-        if message["type"] == "stalled":
+        if isinstance(message, Stall):
             if self._queried_at is not None:
                 return []
-            assumed = bool(message.get("assumed"))
-            self._stall = Stall(float(message["stalled_s"]), float(message["limit_s"]), assumed)
+            self._stall = message
             self.number += 1
             run.reach.suspect(now)
             self._queried_at, self._round, self._answers = now, run.entry.round, {}
-            return [Send(run.ranks.members, {"type": "stacks", "number": self.number})]
-        if self._queried_at is None or message["number"] != self.number:
+            return [Send(run.ranks.members, StacksRequest(self.number))]
+        if self._queried_at is None or message.number != self.number:
             return []
-        self._answers[agent] = [RankState(**state) for state in message["ranks"]]
+        self._answers[agent] = list(message.ranks)
         return self.tick(rounds, now)
 
     def tick(self, rounds: Rounds, now: float) -> list[Effect]:

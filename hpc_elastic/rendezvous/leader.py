@@ -1,12 +1,8 @@
 """Leader: carries out the effects of `leader_state`, over connections, files and Slurm.
 
 Everything runs in one event loop; calls that may block (files, Slurm) run in threads. All effects
-pass through the leader's `term`; when that is over, the leader stops. Messages to an agent:
-``welcome``, ``round``, ``stop``, ``checkpoint_request``, ``stacks``, ``notice``, ``end``,
-``requeue``, ``waiting``, ``probe``, ``ft`` and ``heartbeat``; from an agent: ``hello``, ``join``,
-``reattach``, ``failed``, ``finished``, ``checkpoint``, ``request_checkpoint``, ``step_vote``,
-``stalled``, ``stacks``, ``notice``, ``noticed``, ``leave``, ``close``, ``probed``, ``ft`` and
-``heartbeat``. An ``ft`` message has one of the lighthouse in it (`hpc_elastic.ft.messages`).
+pass through the leader's `term`; when that is over, the leader stops. `messages` has what it sends
+and receives.
 """
 
 from __future__ import annotations
@@ -40,12 +36,12 @@ from hpc_elastic.rendezvous.effects import (
     RenewLease,
     Send,
     Show,
-    place_message,
     places,
 )
 from hpc_elastic.rendezvous.follower_state import REMOVED
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RoundRules, of_known
+from hpc_elastic.rendezvous.messages import TO_LEADER, Message, Round, Waiting, pack, unpack
 from hpc_elastic.rendezvous.round_state import RoundPhase
 from hpc_elastic.rendezvous.run_status import waiting_for
 from hpc_elastic.rendezvous.status_writer import StatusWriter
@@ -204,7 +200,7 @@ class Leader:
             self._fail()
 
     def _fail(self) -> None:
-        _log.exception("the leader failed; stepping down")
+        _log.exception("the leader failed; stepping down; its last events:\n%s", self._term.story)
         self._term.end_term()
 
     async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
@@ -226,9 +222,10 @@ class Leader:
         agent = self._names[connection]
         if self._agents.get(agent) is not connection:
             return  # the agent has another connection by now
-        with self._fail_on_error():
-            now = time.monotonic()
-            self._term.handle(self._state.received, agent, _on_leader_clock(message), now)
+        unpacked = unpack(message, TO_LEADER, time.time())
+        if unpacked is not None:
+            with self._fail_on_error():
+                self._term.handle(self._state.received, agent, unpacked, time.monotonic())
 
     def on_disconnect(self, connection: ServerConnection, reason: str) -> None:
         """See `ConnectionOwner`."""
@@ -242,9 +239,11 @@ class Leader:
                 now, why = time.monotonic(), LossReason.CONNECTION_CLOSED
                 self._term.handle(self._state.disconnected, agent, why, now)
 
-    def _send(self, agent: Agent, message: dict[str, Any]) -> None:
-        if agent in self._agents and not self._term.is_over:
-            self._agents[agent].send(message)
+    def _send(self, agents: Iterable[Agent], message: Message) -> None:
+        packed = pack(message, time.time())
+        for agent in agents:
+            if agent in self._agents and not self._term.is_over:
+                self._agents[agent].send(packed)
 
     def _disconnect(self, agent: Agent, reason: str) -> None:
         connection = self._agents.pop(agent, None)
@@ -258,8 +257,7 @@ class Leader:
         scheduler = self._context.scheduler
         match effect:
             case Send(agents, message):
-                for agent in self._agents if agents is None else agents:
-                    self._send(agent, message)
+                self._send(list(self._agents) if agents is None else agents, message)
             case Disconnect(agent):
                 assert agent is not None
                 self._disconnect(agent, "it timed out, or has connected again")
@@ -269,7 +267,7 @@ class Leader:
                 self._start(self._append(effect), self._duties)
             case Announce():
                 for agent, place in places(effect, self._store or ("", 0)):
-                    self._send(agent, place_message(effect, agent, place))
+                    self._send((agent,), Round(effect.requests[agent].request, place))
                 self._term.show(time.time())
             case QueryTasks():
                 self._start(self._query_tasks(), self._duties)
@@ -444,16 +442,8 @@ class Leader:
             run = self._state.run
             if run.phase is RoundPhase.FORMING:
                 text = waiting_for(run, self._context.scheduler.log_of)
-                for agent in list(run.participants.joined):
-                    self._send(agent, {"type": "waiting", "text": text})
+                self._send(list(run.participants.joined), Waiting(text))
             await asyncio.sleep(1.0 + len(self._agents) / _NODES_PER_STATUS_S)
-
-
-def _on_leader_clock(message: dict[str, Any]) -> dict[str, Any]:
-    """Convert ages of failures to the leader's time, since clocks of nodes may differ."""
-    for item in (*message.get("failures", ()), *message.get("ranks", ())):
-        item["time"] = time.time() - float(item.pop("age_s"))
-    return message
 
 
 # ---- Dependencies of a leader

@@ -44,7 +44,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hpc_elastic.ft.lighthouse_state import LighthouseState
-from hpc_elastic.ft.messages import unpack
 from hpc_elastic.ft.quorum import QuorumRules
 from hpc_elastic.rendezvous import task_recovery
 from hpc_elastic.rendezvous.effects import (
@@ -52,8 +51,6 @@ from hpc_elastic.rendezvous.effects import (
     ClearHolds,
     Disconnect,
     Effect,
-    JoinRequest,
-    Message,
     Note,
     QueryQueue,
     QueryTasks,
@@ -64,7 +61,24 @@ from hpc_elastic.rendezvous.effects import (
 )
 from hpc_elastic.rendezvous.failure_policy import Stragglers
 from hpc_elastic.rendezvous.hang_diagnosis import HangDiagnosis
-from hpc_elastic.rendezvous.log_entry import OLDER_ATTEMPT, Agent, LogEntry, RoundRules
+from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RoundRules
+from hpc_elastic.rendezvous.messages import (
+    OLDER_ATTEMPT,
+    Close,
+    End,
+    Heartbeat,
+    Join,
+    Json,
+    Leave,
+    Message,
+    NoticeConfirmed,
+    NoticeRequest,
+    Probed,
+    QuorumMessage,
+    Reattach,
+    Stacks,
+    Stall,
+)
 from hpc_elastic.rendezvous.replica_state import (
     QuorumBridge,
     ReplicaState,
@@ -126,7 +140,7 @@ class LeaderState:
         self.fenced = False
         self._attempts = claim.attempts
         """Task -> its newest attempt: an older one has no part in the run."""
-        self.progress: dict[Agent, Message] = {}
+        self.progress: dict[Agent, Json] = {}
         self.versions: dict[str, str] = {}
         """Of Python and packages on the node of each task."""
         self.last_step: int | None = None
@@ -184,30 +198,26 @@ class LeaderState:
         return [*effects, *self._answer_replicas(now)]
 
     def received(self, agent: Agent, message: Message, now: float) -> list[Effect]:
-        """An agent has sent a message; see `leader` for the messages.
-
-        Raises:
-            ValueError, KeyError, TypeError: The message has another form than an agent's.
-        """
+        """An agent has sent a message; see `messages`."""
         if self.fenced or agent not in self._tracker.last_heartbeat:
             return []
         self._tracker.last_heartbeat[agent] = now
-        match message["type"]:
-            case "leave":
+        match message:
+            case Leave(why):
                 knows = self.notice_confirmed(agent.task)
-                left = self.disconnected(agent, str(message["why"]), now, announced=True)
+                left = self.disconnected(agent, why, now, announced=True)
                 return [*knows, *left]
-            case "noticed":
+            case NoticeConfirmed():
                 return self.notice_confirmed(agent.task)
-            case "ft":
+            case QuorumMessage():
                 if self._quorum is not None:
-                    self._quorum.received(agent, unpack(message["message"]), now)
+                    self._quorum.received(agent, message.message, now)
                 return self._answer_replicas(now)
-            case "join" | "reattach" if self.at.ending is not None:
-                return [Send((agent,), self.at.ending.message)]
-            case "join" | "reattach" if self.run.phase is RoundPhase.ENDED:
+            case Join() | Reattach() if self.at.ending is not None:
+                return [Send((agent,), End.of(self.at.ending))]
+            case Join() | Reattach() if self.run.phase is RoundPhase.ENDED:
                 return []  # it is sent the end with all others, once that is appended
-            case "join":
+            case Join():
                 self._polls.hurry()
         effects = self._events(agent, message, now)
         return [*self._do(effects), *self._query_tasks(now)]
@@ -227,7 +237,7 @@ class LeaderState:
         connected = self._tracker.last_heartbeat
         to_send, confirmed, unmatched = self._leave_requests.match_agents(claimed, connected)
         return [
-            *(Send((agent,), {"type": "notice", "left_s": left_s}) for agent, left_s in to_send),
+            *(Send((agent,), NoticeRequest(left_s)) for agent, left_s in to_send),
             *map(RemoveNotice, confirmed),
             *(RemoveNotice(name, matches_no_agent=True) for name in unmatched),
         ]
@@ -286,7 +296,7 @@ class LeaderState:
             self._drained[agent.slot] = agent
             fields = {"task": agent.task, "host": agent.host, "state": states[agent.host]}
             effects.append(Note("node_drained", fields))
-            effects.append(Send((agent,), {"type": "notice", "left_s": DRAIN_LEFT_S}))
+            effects.append(Send((agent,), NoticeRequest(DRAIN_LEFT_S)))
         return [] if self.fenced else self._do(effects)
 
     def appended(self) -> list[Effect]:
@@ -320,7 +330,7 @@ class LeaderState:
         effects = self._lose_timed_out(now)
         effects += self._do(self.rounds.tick(now))
         effects += self._do(self._hangs.tick(self.rounds, now))
-        effects.append(Send(tuple(self._tracker.last_heartbeat), {"type": "heartbeat"}))
+        effects.append(Send(tuple(self._tracker.last_heartbeat), Heartbeat()))
         effects += self._renew_lease(now)
         return [*effects, *self._query_tasks(now), *self._query_queue(now)]
 
@@ -348,28 +358,25 @@ class LeaderState:
     # ---- messages -----------------------------------------------------------------------
 
     def _events(self, agent: Agent, message: Message, now: float) -> list[Effect]:
-        if message["type"] in ("join", "reattach"):
-            ports = [(str(address), int(port)) for address, port in message.get("probes", ())]
-            self.run.reach.add(agent, ports)
-            self.versions[agent.task] = str(message.get("versions", ""))
-        match message["type"]:
-            case "probed":
+        match message:
+            case Join() | Reattach():
+                self.run.reach.add(agent, message.probes)
+                self.versions[agent.task] = message.versions
+        match message:
+            case Probed():
                 self.run.reach.answered(agent, message)
                 return self.rounds.tick(now)
-            case "join":
-                address, port = message.get("store", ("", 0))
-                waited_s, store = float(message.get("waited_s", 0.0)), (str(address), int(port))
-                request = JoinRequest(int(message["request"]), store, waited_s)
-                return self.rounds.join(agent, now, request)
-            case "close":
+            case Join():
+                return self.rounds.join(agent, now, message)
+            case Close():
                 return self.run.close()
-            case "heartbeat":
-                return self._learn(agent, message["progress"], now) if message["progress"] else []
-            case "stalled" | "stacks" if self.rounds.is_current(agent, message):
+            case Heartbeat(progress):
+                return self._learn(agent, progress, now) if progress else []
+            case Stall() | Stacks() if self.rounds.is_current(agent, message):
                 return self._hangs.received(self.rounds, agent, message, now)
         return self.rounds.received(agent, message, now)
 
-    def _learn(self, agent: Agent, progress: Message, now: float) -> list[Effect]:
+    def _learn(self, agent: Agent, progress: Json, now: float) -> list[Effect]:
         self.progress[agent] = progress
         self.last_step = progress.get("step", self.last_step)
         self.rounds.progressed(agent, progress, now)

@@ -70,9 +70,6 @@ class Endpoint:
     attempt: int
 
 
-OLDER_ATTEMPT = {"type": "end", "status": "superseded", "failure": "its task has started again"}
-"""The message to an agent of a task whose next attempt has joined."""
-
 NOBODY = Endpoint("", 0, "", 0)
 """No leader: the next agent that starts claims a term at once."""
 
@@ -86,11 +83,6 @@ class RunEnding:
     secondary_failures: tuple[Failure, ...] = ()
     results: str | None = None
     """Name of the folder with the return values of the workers; None: the last round's."""
-
-    @property
-    def message(self) -> dict[str, Any]:
-        """The message to the agents."""
-        return {"type": "end", "status": self.status, "failure": self.summary}
 
     @property
     def summary(self) -> str | None:

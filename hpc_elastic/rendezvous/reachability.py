@@ -39,8 +39,9 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from hpc_elastic.rendezvous.effects import Effect, Message, Note, Send, hosts_of
+from hpc_elastic.rendezvous.effects import Effect, Note, Send, hosts_of
 from hpc_elastic.rendezvous.log_entry import Agent
+from hpc_elastic.rendezvous.messages import Probe, Probed
 
 PROBE_S = 5.0
 """Time limit of an agent for all its probes: with 20 % of packets lost, one gets through."""
@@ -107,11 +108,11 @@ class Reachability:
             self._probed = set()  # the end of a query under way settles nothing
             self.pending.update(self._endpoints)
 
-    def answered(self, agent: Agent, message: Message) -> None:
+    def answered(self, agent: Agent, answer: Probed) -> None:
         """Take in the agents that an agent has not reached."""
-        if message["number"] != self._number or agent not in self._awaited:
+        if answer.number != self._number or agent not in self._awaited:
             return
-        failed = {str(task) for task in message["failed"]}
+        failed = set(map(str, answer.failed))
         for peer in self._awaited.pop(agent):
             change = self._cut[agent].add if peer.task in failed else self._cut[agent].discard
             change(peer)
@@ -169,8 +170,8 @@ class Reachability:
         return plan
 
     def _query(self, agent: Agent, peers: Sequence[Agent]) -> Send:
-        ports = {peer.task: [list(where) for where in self._endpoints[peer]] for peer in peers}
-        return Send((agent,), {"type": "probe", "number": self._number, "peers": ports})
+        ports = {peer.task: self._endpoints[peer] for peer in peers}
+        return Send((agent,), Probe(self._number, ports))
 
     def _forget_failed(self) -> None:
         for agent, others in self._cut.items():

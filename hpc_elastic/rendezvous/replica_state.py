@@ -69,18 +69,28 @@ from hpc_elastic.ft.messages import (
     ReplicaStatus,
     Shutdown,
     WorkersLost,
-    to_frame,
 )
 from hpc_elastic.ft.messages import Message as ReplicaReport
-from hpc_elastic.rendezvous.effects import Effect, JoinRequest, Message, Note, Send, hosts_of
+from hpc_elastic.rendezvous.effects import Effect, Note, Send, hosts_of
 from hpc_elastic.rendezvous.group_change import preemption_note
 from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, RoundRules, RunEnding
+from hpc_elastic.rendezvous.messages import (
+    CheckpointAnnounced,
+    Failed,
+    Finished,
+    Join,
+    Json,
+    Message,
+    Notice,
+    QuorumMessage,
+    Reattach,
+    Report,
+)
 from hpc_elastic.rendezvous.round_state import (
     RankAssignment,
     RoundPhase,
     RoundState,
     RunState,
-    failures_of,
     nearest_units,
     stop,
     units_of,
@@ -152,10 +162,10 @@ class ReplicaState:
 
     # ---- events -------------------------------------------------------------------------
 
-    def is_current(self, agent: Agent, message: Message) -> bool:
+    def is_current(self, agent: Agent, report: Report) -> bool:
         """Return whether a report is about the round that placed the member."""
         placement = self.placed.get(agent)
-        return placement is not None and message.get("index") == placement.index
+        return placement is not None and report.index == placement.index
 
     def is_first(self, agent: Agent) -> bool:
         """Return whether an agent represents its replica at the lighthouse."""
@@ -163,29 +173,28 @@ class ReplicaState:
         return is_alone or (agent in self.run.ranks and self._unit_of(agent)[0] == agent)
 
     def received(self, agent: Agent, message: Message, now: float) -> list[Effect]:
-        """Take in a report of an agent; see `leader` for the messages."""
-        match message["type"]:
-            case "reattach":
-                numbers = (int(message[name]) for name in ("number", "index", "replica"))
-                return self.reattached(agent, Placement(*numbers), now)
-            case "notice":
-                left_s = float(message["left_s"])
-                return self.noticed(agent, str(message["reason"]), left_s, now)
-            case _ if not self.is_current(agent, message):
+        """Take in a message of an agent; see `messages`."""
+        match message:
+            case Reattach():
+                placement = Placement(message.number, message.index, message.replica)
+                return self.reattached(agent, placement, now)
+            case Notice(reason, left_s):
+                return self.noticed(agent, reason, left_s, now)
+            case Report() if not self.is_current(agent, message):
                 return []
-            case "finished":
+            case Finished():
                 return self.finished(agent, now)
-            case "failed":
-                return self.worker_failed(failures_of(message), agent, now)
-            case "checkpoint":
-                self.run.policy.record_checkpoint(int(message["step"]))
+            case Failed():
+                return self.worker_failed(message.failures, agent, now)
+            case CheckpointAnnounced():
+                self.run.policy.record_checkpoint(message.step)
         return []
 
     def join(
         self,
         agent: Agent,
         now: float,
-        request: JoinRequest = JoinRequest(1),  # noqa: B008 - immutable
+        request: Join = Join(1),  # noqa: B008 - immutable
     ) -> list[Effect]:
         """Take in an agent that is ready for a place."""
         run = self.run
@@ -307,7 +316,7 @@ class ReplicaState:
         in_vain = self.run.waits_in_vain(why, now)
         return self._save_first(partial(self.run.disband, why or ""), now) if in_vain else []
 
-    def progressed(self, agent: Agent, progress: Message, now: float) -> None:
+    def progressed(self, agent: Agent, progress: Json, now: float) -> None:
         """Take in the progress in a member's heartbeat: a step of any member is progress."""
         self.run.progressed(agent, progress, now)
         if progress.get("step") is not None:
@@ -690,7 +699,7 @@ class QuorumBridge:
                             self._replicas.joined_quorum(agent)
                         case LeaveGranted():
                             self._replicas.let_leave(agent)
-                    sends.append(Send((agent,), to_frame(answer.message)))
+                    sends.append(Send((agent,), QuorumMessage(answer.message)))
         return sends
 
     def _update_units(self) -> None:

@@ -66,8 +66,6 @@ from hpc_elastic.rendezvous.effects import (
     ClearHolds,
     Effect,
     Exclude,
-    JoinRequest,
-    Message,
     Note,
     PublishResult,
     Send,
@@ -82,6 +80,20 @@ from hpc_elastic.rendezvous.group_change import (
     ProgressEstimator,
 )
 from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, RoundRules, RunEnding
+from hpc_elastic.rendezvous.messages import (
+    CheckpointAnnounced,
+    CheckpointWanted,
+    End,
+    Failed,
+    Finished,
+    Join,
+    Json,
+    Message,
+    Notice,
+    Report,
+    Stop,
+    Vote,
+)
 from hpc_elastic.rendezvous.reachability import Reachability, left_out_note
 from hpc_elastic.rendezvous.task_recovery import LostTaskRecovery, RequeueBackoff, last_here
 from hpc_elastic.run.event_schema import LossReason
@@ -112,7 +124,7 @@ class Participants:
 
     joined: dict[Agent, float] = field(default_factory=dict)
     """Agents that wait for a round, in the order in which they joined."""
-    requests: dict[Agent, JoinRequest] = field(default_factory=dict)
+    requests: dict[Agent, Join] = field(default_factory=dict)
     """The last request for a place of the last agent of each task."""
     pending_rejoin: set[Agent] = field(default_factory=set)
     """Members of the broken round that have not joined again and are not lost."""
@@ -363,7 +375,7 @@ class RunState:
     def end_run(self, ending: RunEnding) -> list[Effect]:
         """Decide that the run is over; send all agents how it ended."""
         self.phase = RoundPhase.ENDED
-        return [self.decide(ending=ending), PublishResult(self.entry), Send(None, ending.message)]
+        return [self.decide(ending=ending), PublishResult(self.entry), Send(None, End.of(ending))]
 
     def close(self) -> list[Effect]:
         """End the run (torch's ``set_closed`` and ``shutdown``)."""
@@ -383,7 +395,7 @@ class RunState:
             return [excluded, *self.backoff.requeue_faulty((agent,))]
         return None
 
-    def add(self, agent: Agent, now: float, request: JoinRequest) -> list[Effect]:
+    def add(self, agent: Agent, now: float, request: Join) -> list[Effect]:
         """Add an agent that requests a place."""
         went_on = agent in self.participants.pending_rejoin and not self.participants.is_lost(agent)
         self.participants.add(agent, self.ranks, now)
@@ -428,7 +440,7 @@ class RunState:
             return True
         return self.phase is RoundPhase.FORMING and agent in self.participants.pending_rejoin
 
-    def progressed(self, agent: Agent, progress: Message, now: float) -> None:
+    def progressed(self, agent: Agent, progress: Json, now: float) -> None:
         """Take in the progress in a member's heartbeat."""
         if agent in self.ranks and progress.get("step") is not None:
             self.policy.record_step(int(progress["step"]))
@@ -644,7 +656,7 @@ class RunState:
         return now - self._waiting_since(now) >= self.rules.straggler_timeout_s
 
     def _waits_since(self, agent: Agent) -> float:
-        request = self.participants.requests.get(agent, JoinRequest(0))
+        request = self.participants.requests.get(agent, Join(0))
         return self.participants.joined[agent] - request.waited_s
 
     def _waiting_since(self, now: float) -> float:
@@ -740,7 +752,7 @@ def stop(
     if step is not None:
         fields["step"] = step
     note = Note("round_stopped", {**fields, "nodes": len(agents), "hosts": hosts_of(agents)})
-    return [note, Send(agents, {"type": "stop", "reason": reason})]
+    return [note, Send(agents, Stop(reason))]
 
 
 # ---- RUNNING: a round, whose members depend on each other (pure)
@@ -760,35 +772,34 @@ class RoundState:
 
     # ---- events -------------------------------------------------------------------------
 
-    def is_current(self, agent: Agent, message: Message) -> bool:
+    def is_current(self, agent: Agent, report: Report) -> bool:
         """Return whether a report is about the last round."""
-        return bool(message.get("index") == self._index)
+        return report.index == self._index
 
     def received(self, agent: Agent, message: Message, now: float) -> list[Effect]:
-        """Take in a report of an agent; see `leader` for the messages."""
-        match message["type"]:
-            case "notice":
-                left_s = float(message["left_s"])
-                return self.noticed(agent, str(message["reason"]), left_s, now)
-            case _ if not self.is_current(agent, message):
+        """Take in a message of an agent; see `messages`."""
+        match message:
+            case Notice(reason, left_s):
+                return self.noticed(agent, reason, left_s, now)
+            case Report() if not self.is_current(agent, message):
                 return []
-            case "request_checkpoint":
+            case CheckpointWanted():
                 return self.wants_checkpoint(agent, now)
-            case "step_vote":
-                return self.voted(agent, vote_of(message), now)
-            case "finished":
+            case Vote():
+                return self.voted(agent, message.vote, now)
+            case Finished():
                 return self.finished(agent, now)
-            case "failed":
-                return self.worker_failed(failures_of(message), agent, now)
-            case "checkpoint":
-                return self.checkpointed(agent, int(message["step"]), int(message["paused"]), now)
+            case Failed():
+                return self.worker_failed(message.failures, agent, now)
+            case CheckpointAnnounced():
+                return self.checkpointed(agent, message.step, message.paused, now)
         return []
 
     def join(
         self,
         agent: Agent,
         now: float,
-        request: JoinRequest = JoinRequest(1),  # noqa: B008 - immutable
+        request: Join = Join(1),  # noqa: B008 - immutable
     ) -> list[Effect]:
         """Take in an agent that is ready for the next round."""
         effects, ending = self.run.judge_loss(agent)
@@ -881,7 +892,7 @@ class RoundState:
         """Take in why the run cannot get min nodes at present; None: it may get them."""
         return self.run.disband(why or "") if self.run.waits_in_vain(why, now) else []
 
-    def progressed(self, agent: Agent, progress: Message, now: float) -> None:
+    def progressed(self, agent: Agent, progress: Json, now: float) -> None:
         """Take in the progress in a member's heartbeat."""
         self.run.progressed(agent, progress, now)
 
@@ -957,20 +968,3 @@ class RoundState:
         for agent in preempted:
             participants.mark_lost(agent)
         return [self.run.decide(), Note("members_released", {"tasks": [a.task for a in preempted]})]
-
-
-# ---- reports of agents
-
-
-def vote_of(message: Message) -> StepVote:
-    """Return the vote in an agent's message."""
-    passed = message["passed"]
-    return StepVote(
-        int(message["number"]), bool(message["ok"]), None if passed is None else int(passed),
-        float(message["rate"]),
-    )  # fmt: skip
-
-
-def failures_of(message: Message) -> list[Failure]:
-    """Return the failures in an agent's message."""
-    return [Failure(**fields) for fields in message["failures"]]

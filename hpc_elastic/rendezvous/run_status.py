@@ -8,10 +8,9 @@ from typing import Any
 
 from hpc_elastic._util import ThroughputMeter, counted
 from hpc_elastic.rendezvous.leader_state import LeaderState
+from hpc_elastic.rendezvous.messages import Json
 from hpc_elastic.rendezvous.round_state import Participants, RoundPhase, RunState
 from hpc_elastic.slurm.job_state import Phase as SlurmPhase
-
-Message = dict[str, Any]
 
 _PHASES = {
     RoundPhase.FORMING: "waiting",
@@ -23,7 +22,7 @@ NUMBERS = frozenset(["step", "loss", "samples", "blocked_s", "metrics", "gpu_use
 """The fields of a status that change with every step."""
 
 
-def status_of(leadership: LeaderState) -> Message:
+def status_of(leadership: LeaderState) -> Json:
     """Return the content of status.json without its time."""
     run = leadership.run
     formed = run.phase in (RoundPhase.RUNNING, RoundPhase.ENDED)
@@ -122,7 +121,7 @@ def spacing_s(age_s: float) -> float:
     return SHORTEST_S * max(1.0, age_s / DENSE_S)
 
 
-def line_of(status: Mapping[str, Any]) -> Message:
+def line_of(status: Mapping[str, Any]) -> Json:
     """Return the fields of a status that a line of progress.jsonl has besides its time."""
     return {name: status.get(name) for name in (*_KEPT, "steps_per_s", "samples_per_s")}
 
@@ -133,11 +132,11 @@ class ProgressLog:
     def __init__(self) -> None:
         self._steps = self._samples = ThroughputMeter(_RATE_WINDOW_S)
         self._group: list[Any] | None = None
-        self._unwritten: Message | None = None
+        self._unwritten: Json | None = None
         """The line of the last status, if it was not due."""
         self._written = 0.0
 
-    def add_status(self, status: Mapping[str, Any], now: float, started: float) -> list[Message]:
+    def add_status(self, status: Mapping[str, Any], now: float, started: float) -> list[Json]:
         """Record a status and return the lines to write; none if none is due.
 
         Args:
@@ -160,7 +159,7 @@ class ProgressLog:
         return [before, line] if changed and before is not None else [line]
 
     @property
-    def rates(self) -> Message:
+    def rates(self) -> Json:
         """Steps and samples per second; None if unknown."""
         rates = {"steps_per_s": self._steps.rate, "samples_per_s": self._samples.rate}
         return {name: None if rate is None else round(rate, 4) for name, rate in rates.items()}

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,7 +25,6 @@ from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.ft.manager_relay import Relay, RelayPort
 from hpc_elastic.ft.manager_server import ManagerServer
 from hpc_elastic.ft.messages import Message as ReplicaReport
-from hpc_elastic.ft.messages import to_frame, unpack
 from hpc_elastic.rendezvous.effects import (
     Claim,
     Connect,
@@ -33,17 +32,38 @@ from hpc_elastic.rendezvous.effects import (
     Disconnect,
     Effect,
     Lead,
-    Message,
     ProbePeers,
     PublishResult,
     QuerySlurm,
     ReadLog,
-    RoundInfo,
     SendToLeader,
 )
 from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.leader import Leader, LeaderCandidate
-from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, claim, of_known
+from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, claim
+from hpc_elastic.rendezvous.messages import (
+    TO_AGENT,
+    CheckpointRequested,
+    Departed,
+    End,
+    Heartbeat,
+    Json,
+    Leave,
+    LeaveRequest,
+    Message,
+    Probe,
+    Probed,
+    QuorumMessage,
+    Report,
+    Requeue,
+    Round,
+    RoundInfo,
+    StacksRequest,
+    Stop,
+    Waiting,
+    pack,
+    unpack,
+)
 from hpc_elastic.rendezvous.reachability import PROBE_S
 from hpc_elastic.rendezvous.replica_state import replica_name
 from hpc_elastic.transport.connection import (
@@ -70,7 +90,7 @@ class Session:
         me: Agent,
         candidate: LeaderCandidate,
         *,
-        progress: Callable[[], Message] = dict,
+        progress: Callable[[], Json] = dict,
         ft_socket: Path | None = None,
     ) -> None:
         """Connect to the run.
@@ -180,10 +200,6 @@ class Session:
         self.run_in_loop(replica.restore_socket)
         self.run_in_loop(replica.expect_workers, place.world_size, place.index, relay)
 
-    def close_run(self) -> None:
-        """End the run for all agents."""
-        self._report("close")
-
     def leave(self, why: str, timeout_s: float = 10.0) -> None:
         """Leave the run: send the leader the reason, stop leading, end the thread. Repeatable."""
         self.run_in_loop(self._leave, why)
@@ -222,16 +238,16 @@ class Session:
         return self._state.leave_request
 
     @property
-    def verdict(self) -> RunOutcome | None:
+    def verdict(self) -> End | None:
         """How the run ended; None while it continues."""
         ending = self._state.ending
-        return ending if isinstance(ending, RunOutcome) else None
+        return ending if isinstance(ending, End) else None
 
     @property
-    def requeued(self) -> Requeued | None:
+    def requeued(self) -> Requeue | None:
         """Set once this node must go back to the queue."""
         ending = self._state.ending
-        return ending if isinstance(ending, Requeued) else None
+        return ending if isinstance(ending, Requeue) else None
 
     @property
     def departed(self) -> Departed | None:
@@ -239,56 +255,9 @@ class Session:
         ending = self._state.ending
         return ending if isinstance(ending, Departed) else None
 
-    # ---- reports of this node's workers -------------------------------------------------
-
-    def report_failures(self, failures: list[Message]) -> None:
-        """Report failed workers: fields of `log_entry.Failure`, with ``age_s`` for ``time``."""
-        self._report("failed", failures=failures)
-
-    def report_finished(self) -> None:
-        """Report that all workers of this agent have returned."""
-        self._report("finished")
-
-    def report_checkpoint(self, step: int, *, paused: int) -> None:
-        """Report that all workers have announced the checkpoint of a step.
-
-        Args:
-            step: The optimizer step that the checkpoint holds.
-            paused: Number of the request for which some workers pause there; 0 if none does.
-        """
-        self._report("checkpoint", step=step, paused=paused)
-
-    def want_checkpoint(self) -> None:
-        """Request that all ranks save at one step soon."""
-        self._report("request_checkpoint")
-
-    def report_stall(self, stall: Message) -> None:
-        """Report that workers make no step: fields of `hang_diagnosis.Stall`."""
-        self._report("stalled", **stall)
-
-    def answer_stacks(self, number: int, ranks: list[Message]) -> None:
-        """Answer a request for the stacks of this node's workers.
-
-        Args:
-            number: Number of the request.
-            ranks: Fields of `hang_diagnosis.RankState`, with ``age_s`` for ``time``.
-        """
-        self._report("stacks", number=number, ranks=ranks)
-
-    def vote(self, number: int, *, ok: bool, passed: int | None, rate: float) -> None:
-        """Vote on a checkpoint request, and again when all workers have passed a confirmed step.
-
-        Args:
-            number: Number of the request.
-            ok: Each worker of this node is before the step, or waits there.
-            passed: The largest step that a worker has published; in the second vote the smallest.
-                None: no worker has called `should_checkpoint` yet.
-            rate: Steps per second, at least 0.
-        """
-        self._report("step_vote", number=number, ok=ok, passed=passed, rate=rate)
-
-    def _report(self, type_: str, **fields: Any) -> None:
-        self.run_in_loop(lambda: self._carry_out(self._following.report(type_, **fields)))
+    def report(self, report: Report) -> None:
+        """Report to the leader of the present round; times are of this node's clock."""
+        self.run_in_loop(lambda: self._carry_out(self._following.report(report)))
 
     # ---- the event loop's thread --------------------------------------------------------
 
@@ -337,7 +306,7 @@ class Session:
 
     def _leave(self, why: str) -> None:
         if self._stream is not None:
-            self._stream.send({"type": "leave", "why": why})
+            self._stream.send(pack(Leave(why), time.time()))
         if self._state.ending is not None or self._ending:
             return  # the loop ends by itself, once the leader has sent all agents the outcome
         self._ending = True
@@ -392,8 +361,8 @@ class Session:
                     return
                 case Deliver(message):
                     self._deliver(message)
-                case ProbePeers():
-                    self._start_task(self._probe(effect, self._stream))
+                case ProbePeers(probe):
+                    self._start_task(self._probe(probe, self._stream))
 
     async def _read_log(self) -> None:
         try:
@@ -416,7 +385,7 @@ class Session:
         runs = await self._in_thread(self._candidate.is_running, task)
         self._carry_out(self._following.slurm_answered(task, runs, time.monotonic()))
 
-    async def _probe(self, query: ProbePeers, stream: ClientConnection | None) -> None:
+    async def _probe(self, query: Probe, stream: ClientConnection | None) -> None:
         """Probe all ports at once; send the leader that asked the tasks that are out of reach."""
         secret, wanted = self._context.secret, [
             (task, *where) for task, ports in query.peers.items() for where in ports
@@ -429,22 +398,22 @@ class Session:
         if failed:
             _log.warning("this node does not reach %s", ", ".join(failed))
         if self._stream is stream:
-            self._send_to_leader({"type": "probed", "number": query.number, "failed": failed})
+            self._send_to_leader(Probed(query.number, failed))
 
     def _send_to_leader(self, message: Message) -> None:
         if self._stream is not None:
-            if message["type"] == "heartbeat":
-                message = {**message, "progress": self._progress()}
-            self._stream.send(message)
+            if isinstance(message, Heartbeat):
+                message = Heartbeat(self._progress())
+            self._stream.send(pack(message, time.time()))
 
     def send(self, message: ReplicaReport) -> None:
         """Send a message of this node's replica to the lighthouse (event loop's thread)."""
-        self._send_to_leader(to_frame(message))
+        self._send_to_leader(QuorumMessage(message))
 
     def _deliver(self, message: Message) -> None:
-        if message["type"] == "ft":
+        if isinstance(message, QuorumMessage):
             if self.replica is not None:
-                self.replica.on_message(unpack(message["message"]))
+                self.replica.on_message(message.message)
             return
         self._state.handle_message(message)
         if self._state.ending is not None:
@@ -478,8 +447,8 @@ class Session:
         why = "its connection closed"
         try:
             while self._stream is stream and self._state.ending is None:
-                message = await stream.receive()
-                if self._stream is stream:
+                message = unpack(await stream.receive(), TO_AGENT, time.time())
+                if self._stream is stream and message is not None:
                     self._carry_out(self._following.received(message, time.monotonic()))
         except (OSError, ValueError, KeyError) as e:
             why = str(e) or type(e).__name__
@@ -506,7 +475,7 @@ class Session:
             self._carry_out(self._following.claimed(None, time.monotonic()))
             return
         endpoint = Endpoint(address, listener.port, self._me.task, self._me.attempt)
-        self._deliver({"type": "news", "text": f"writing entry {number}, to lead the run"})
+        self._deliver(Waiting(f"writing entry {number}, to lead the run"))
         entry = claim(
             number, wanted.before, endpoint, time.time(), possibly_alive=wanted.possibly_alive
         )
@@ -530,41 +499,8 @@ class Session:
             self._leader = None
 
 
-@dataclass(frozen=True)
-class RunOutcome:
-    """How the run ended."""
-
-    status: str
-    failure: str | None
-
-
-@dataclass(frozen=True)
-class Requeued:
-    """This node must go back to the queue, and not start again for ``delay_s``."""
-
-    delay_s: float
-
-
-@dataclass(frozen=True)
-class Departed:
-    """This node has left the run because of its notice; the agent must still stop its workers."""
-
-    reason: str
-
-
-Ending = RunOutcome | Requeued | Departed
+Ending = End | Requeue | Departed
 Outcome = RoundInfo | Ending
-
-
-@dataclass(frozen=True)
-class LeaveRequest:
-    """A notice: this node must be left."""
-
-    reason: str
-    left_s: float
-    """Seconds that were left when the notice arrived."""
-    deadline: float
-    """The end of that time in monotonic seconds."""
 
 
 class SessionState:
@@ -618,36 +554,28 @@ class SessionState:
     def handle_message(self, message: Message) -> None:
         """Store the message of a `Deliver` effect (event loop's thread)."""
         with self._changed:
-            match message["type"]:
-                case "round":
-                    store = tuple(message["store"])
-                    self.round = of_known(RoundInfo, {**message, "store": store})
-                case "stop":
-                    _log.info("workers are to stop: %s", message["reason"])
+            match message:
+                case Round(_, place):
+                    self.round = place
+                case Stop(reason):
+                    _log.info("workers are to stop: %s", reason)
                     self.stop_requested = True
-                case "stacks":
-                    self.stacks = int(message["number"])
-                case "checkpoint_request":
-                    request = message["request"]
-                    self.checkpoint_request = (
-                        None if request is None else CheckpointRequest(**request)
-                    )
-                case "noticed":
-                    reason, left_s = message["reason"], float(message["left_s"])
-                    self.leave_request = LeaveRequest(reason, left_s, time.monotonic() + left_s)
+                case StacksRequest(number):
+                    self.stacks = number
+                case CheckpointRequested(request):
+                    self.checkpoint_request = request
+                case LeaveRequest(reason, left_s):
+                    self.leave_request = message
                     _log.info("this node must be left within %.0f s: %s", left_s, reason)
-                case "end":
-                    self.ending = RunOutcome(message["status"], message["failure"])
-                case "requeue":
-                    self.ending = Requeued(float(message["delay_s"]))
+                case End():
+                    self.ending = message
+                case Requeue() | Departed():
+                    self.ending = message
                     self.stop_requested = True
-                case "departed":
-                    self.ending = Departed(message["reason"])
-                    self.stop_requested = True
-                case "waiting" | "news":
-                    if message["text"] != self.news:
-                        _log.info("%s", message["text"])
-                    self.news = message["text"]
+                case Waiting(text):
+                    if text != self.news:
+                        _log.info("%s", text)
+                    self.news = text
             self._changed.notify_all()
 
 

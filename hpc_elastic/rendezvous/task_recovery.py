@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from hpc_elastic.rendezvous.effects import Effect, Note, Postpone, Send, hosts_of
 from hpc_elastic.rendezvous.log_entry import Agent, Failure, RoundRules
+from hpc_elastic.rendezvous.messages import Requeue
 from hpc_elastic.run.task_name import queue_name
 from hpc_elastic.slurm.job_state import Phase, TaskState, remedy_of_end
 
@@ -120,7 +121,7 @@ class RequeueBackoff:
         self.requeued |= {a.task: a.attempt for a in agents}
         named = {"nodes": len(agents), "hosts": hosts_of(agents)}
         note = Note("nodes_requeued", {**named, **fields, "delay_s": round(delay_s, 1)})
-        return [note, Send(agents, {"type": "requeue", "delay_s": delay_s})]
+        return [note, Send(agents, Requeue(delay_s))]
 
 
 def longest_join_s(join_timeout_s: float, below_min_timeout_s: float | None) -> float:

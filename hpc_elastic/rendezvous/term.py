@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,6 @@ from typing import Any, Protocol
 from hpc_elastic.errors import DamagedFileError
 from hpc_elastic.rendezvous.effects import (
     Effect,
-    Message,
     PublishResult,
     Readmit,
     Show,
@@ -35,6 +35,7 @@ from hpc_elastic.rendezvous.effects import (
 )
 from hpc_elastic.rendezvous.leader_state import LeaderState
 from hpc_elastic.rendezvous.log_entry import LogEntry
+from hpc_elastic.rendezvous.messages import Heartbeat, Json
 from hpc_elastic.rendezvous.run_status import NUMBERS, ProgressLog, line_of, status_of
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import (
@@ -49,6 +50,9 @@ from hpc_elastic.shared_files import (
     remove_behind,
     write_atomic,
 )
+
+_STIMULI = 1000
+"""Events of a term that are kept, to be written down if the leader fails."""
 
 
 class Executor(Protocol):
@@ -77,6 +81,14 @@ class Gate:
         self._decider = decider
         self._executor = executor
         self._has_ended = False
+        self._stimuli: deque[tuple[Callable[..., list[Effect]], tuple[Any, ...]]] = deque(
+            maxlen=_STIMULI
+        )
+
+    @property
+    def story(self) -> str:
+        """The last events of the term, one in each line; heartbeats of agents are left out."""
+        return "\n".join(f"{event.__name__}{args}" for event, args in self._stimuli)
 
     @property
     def is_over(self) -> bool:
@@ -86,6 +98,8 @@ class Gate:
     def handle(self, event: Callable[..., list[Effect]], *args: Any) -> None:
         """Pass an event to the leader's state, and carry out the effects."""
         if not self.is_over:
+            if not (len(args) > 1 and isinstance(args[1], Heartbeat)):
+                self._stimuli.append((event, args))
             self.do(event(*args))
 
     def do(self, effects: Iterable[Effect]) -> None:
@@ -124,7 +138,7 @@ class Term(Gate):
         self._show_s = show_s
         self._shown: tuple[float, dict[str, Any]] = (0.0, {})
         """When a status was shown last, and its content without the numbers."""
-        self._lines: list[Message] = []
+        self._lines: list[Json] = []
         """Lines of the progress that are written with the next status."""
 
     def show(self, now: float) -> None:
@@ -189,13 +203,13 @@ class SharedFiles(Protocol):
     def take_over(self, before: int, term: int) -> None:
         """Rename the folder of one term to another's."""
 
-    def status(self) -> Message | None:
+    def status(self) -> Json | None:
         """Return what status.json holds; None where there is none."""
 
-    def replace_status(self, term: int, status: Message) -> None:
+    def replace_status(self, term: int, status: Json) -> None:
         """Put another status.json in its place."""
 
-    def append_progress(self, lines: Sequence[Message], *, maybe_torn: bool) -> None:
+    def append_progress(self, lines: Sequence[Json], *, maybe_torn: bool) -> None:
         """Append lines to progress.jsonl, whose last line may be incomplete."""
 
     def new_notices(self) -> list[str]:
@@ -253,7 +267,7 @@ class TermFolder:
                 if not tries_left:
                     raise
 
-    def show(self, status: Message, lines: Sequence[Message]) -> Steps[None]:
+    def show(self, status: Json, lines: Sequence[Json]) -> Steps[None]:
         """Replace status.json, and append to the progress.
 
         The first time, the existing status is the last one of the leader before: it is kept as a
@@ -330,7 +344,7 @@ class TermFolder:
             yield claim
 
 
-def _as_line(status: Message | None) -> list[Message]:
+def _as_line(status: Json | None) -> list[Json]:
     """Return a status as a line of the progress; none if it is damaged."""
     try:
         if status is not None:

@@ -34,11 +34,11 @@ from hpc_elastic.config.schema import RendezvousSettings
 from hpc_elastic.errors import SlurmEnvironmentError
 from hpc_elastic.ft.manager_relay import STORE_KEY
 from hpc_elastic.rendezvous.decision_log import DecisionLog
-from hpc_elastic.rendezvous.effects import RoundInfo
 from hpc_elastic.rendezvous.leader import LeaderCandidate, LeaderContext, LeaderTiming
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import Agent, RoundRules
-from hpc_elastic.rendezvous.session import Departed, Requeued, RunOutcome, Session
+from hpc_elastic.rendezvous.messages import Close, Departed, End, Requeue, RoundInfo
+from hpc_elastic.rendezvous.session import Session
 from hpc_elastic.rendezvous.status_writer import StatusWriter
 from hpc_elastic.run import ownership
 from hpc_elastic.run.directory import RunDir
@@ -112,13 +112,13 @@ class SlurmRendezvousHandler(RendezvousHandler):
             except TimeoutError as e:
                 raise RendezvousTimeoutError(str(e)) from e
             match outcome:
-                case Requeued():
+                case Requeue():
                     raise RendezvousGracefulExitError("this node goes back to the queue")
                 case Departed(reason):
                     raise RendezvousGracefulExitError(f"this node leaves the run: {reason}")
-                case RunOutcome("closed"):
+                case End("closed"):
                     raise RendezvousClosedError("the rendezvous has been closed")
-                case RunOutcome(status):
+                case End(status):
                     raise RendezvousGracefulExitError(f"the run has {status}")
             self.round = outcome
             address, port = outcome.store
@@ -139,7 +139,7 @@ class SlurmRendezvousHandler(RendezvousHandler):
 
     def set_closed(self) -> None:
         """End the run for all agents."""
-        self.session.close_run()
+        self.session.report(Close())
 
     def num_nodes_waiting(self) -> int:
         """Return 1 if the workers must be restarted in another group, else 0.
@@ -154,7 +154,7 @@ class SlurmRendezvousHandler(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Close the rendezvous, as torch's own backends do, and leave it."""
-        self.session.close_run()
+        self.session.report(Close())
         self.session.leave("its agent has shut down")
         return True
 

@@ -19,7 +19,8 @@ time.time = lambda: _time() + OFFSET_S  # before anybody else imports it
 from group import PATIENCE_S, Group  # noqa: E402
 
 from hpc_elastic.errors import CheckpointFencedError  # noqa: E402
-from hpc_elastic.rendezvous.effects import RoundInfo  # noqa: E402
+from hpc_elastic.rendezvous.log_entry import Failure  # noqa: E402
+from hpc_elastic.rendezvous.messages import Failed, RoundInfo  # noqa: E402
 from hpc_elastic.rendezvous.session import Session  # noqa: E402
 from hpc_elastic.run import fencing  # noqa: E402
 
@@ -33,8 +34,8 @@ def obey(session: Session) -> None:
     """Do what the test says, until it says no more."""
     for line in sys.stdin:
         if line.strip() == "fail":
-            where = {"task": "7_0", "host": "n", "rank": 0, "local_rank": 0}
-            session.report_failures([{**where, "age_s": 0.0, "message": "boom"}])
+            failure = Failure("7_0", "n", 0, 0, time.time(), "boom")
+            session.report(Failed([failure]))
         else:
             say(fence=ask_fence())
     os._exit(0)

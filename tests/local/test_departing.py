@@ -13,7 +13,8 @@ from group import PATIENCE_S, Group, eventually, kill
 from hpc_elastic.agent.worker_channel import WorkerChannel
 from hpc_elastic.rendezvous.leader_state import MAX_UNMATCHED, LeaveRequests
 from hpc_elastic.rendezvous.log_entry import Agent, claim
-from hpc_elastic.rendezvous.session import Departed, Session
+from hpc_elastic.rendezvous.messages import Departed
+from hpc_elastic.rendezvous.session import Session
 from hpc_elastic.rendezvous.term import DEFAULT_LEFT_S, RunFiles, TermFolder
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import carried_out

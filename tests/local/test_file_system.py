@@ -25,7 +25,8 @@ from hpc_elastic.rendezvous import status_writer
 from hpc_elastic.rendezvous.decision_log import DecisionLog, Lease
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import Endpoint, LogEntry, claim, decode_signed
-from hpc_elastic.rendezvous.session import RunOutcome, Session
+from hpc_elastic.rendezvous.messages import End, Finished
+from hpc_elastic.rendezvous.session import Session
 
 NOBODY = Endpoint("127.0.0.1", 1, "7_9", 0)
 """A leader whose port refuses connections."""
@@ -256,13 +257,13 @@ def test_only_the_result_waits_for_a_journal_that_can_not_be_written(group, monk
     agents = [g.agent(slot) for slot in range(2)]
     assert {r.world_size for r in g.join(*agents)} == {2}
     for s in agents:
-        s.report_finished()
+        s.report(Finished())
     assert failed.wait(PATIENCE_S)
     assert not any(s.verdict for s in agents)
     (g.run.path / "elsewhere").rename(g.run.path / "events")
     monkeypatch.setattr(status_writer, "write_atomic", write)
     for s in agents:
-        eventually(lambda s=s: s.verdict == RunOutcome("succeeded", None))
+        eventually(lambda s=s: s.verdict == End("succeeded", None))
     assert json.loads(g.run.result.read_text())["status"] == "succeeded"
 
 

@@ -12,6 +12,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from hpc_elastic.rendezvous.messages import Finished
 from hpc_elastic.rendezvous.torch_handler import RoundStores, SlurmRendezvousHandler
 
 
@@ -116,7 +117,7 @@ def test_a_run_that_has_succeeded_is_left_gracefully(run):
     g = run(max_nodes=1)
     a, late = handlers(g, 2)
     rendezvous(g, a)
-    a.session.report_finished()
+    a.session.report(Finished())
     eventually(a.is_closed)
     with pytest.raises(RendezvousGracefulExitError, match="succeeded"):
         late.next_rendezvous()

@@ -24,6 +24,7 @@ from hpc_elastic.rendezvous import session as sessions
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import Endpoint, claim
+from hpc_elastic.rendezvous.messages import Finished
 from hpc_elastic.run.events import read_events
 
 FUZZ_S = float(os.environ.get("HPC_ELASTIC_FUZZ_S", "5"))
@@ -155,7 +156,7 @@ def test_what_was_heard_on_the_wire_is_of_no_use(group, taps):
     assert g.join(follower)[0].number == 2
     with listener_of(g) as leader:
         assert refuses(leader, words)
-    follower.report_finished()
+    follower.report(Finished())
     eventually(lambda: follower.verdict)
     assert [e["number"] for e in g.events("round")] == [1, 2]
 

@@ -19,7 +19,7 @@ from hpc_elastic.agent.preemption import (
 )
 from hpc_elastic.config.schema import SlurmSettings
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.rendezvous import session
+from hpc_elastic.rendezvous import messages
 from hpc_elastic.run.directory import Pool, PoolTerms
 from hpc_elastic.run.events import EventLog, read_events
 from hpc_elastic.slurm.exit_action import Reason
@@ -146,7 +146,7 @@ class Leader:
     """A session that has heard something, and notes what it is told."""
 
     def __init__(self) -> None:
-        self.leave_request: session.LeaveRequest | None = None
+        self.leave_request: messages.LeaveRequest | None = None
         self.told: list[tuple[str, float]] = []
         self.left = 0
 
@@ -184,7 +184,7 @@ def test_the_leaders_word_is_a_notice(node):
     """Somebody has put a file there."""
     leader, notices, page, drain = node
     page.poll_checkpoint(1)
-    leader.leave_request = session.LeaveRequest("asked", 50.0, 1e9)
+    leader.leave_request = messages.LeaveRequest("asked", 50.0, 1e9)
     drain.poll(0.0)
     assert notices.current == PreemptionNotice(Reason.ASKED, 1e9)
 

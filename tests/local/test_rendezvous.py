@@ -14,8 +14,8 @@ from group import PATIENCE_S, SECRET, Group, eventually, kill, open_files
 
 from hpc_elastic import shared_files
 from hpc_elastic.rendezvous import session as sessions
-from hpc_elastic.rendezvous.log_entry import Endpoint, claim
-from hpc_elastic.rendezvous.session import RunOutcome
+from hpc_elastic.rendezvous.log_entry import Endpoint, Failure, claim
+from hpc_elastic.rendezvous.messages import End, Failed, Finished
 from hpc_elastic.transport.connection import connect
 
 
@@ -55,14 +55,14 @@ def test_the_run_ends_for_all_agents_when_all_have_finished(group):
     g = group(max_nodes=2)
     a, b = g.agent(0), g.agent(1)
     g.join(a, b)
-    a.report_finished()
-    b.report_finished()
+    a.report(Finished())
+    b.report(Finished())
     eventually(lambda: a.verdict and b.verdict)
-    assert a.verdict == RunOutcome("succeeded", None)
+    assert a.verdict == End("succeeded", None)
     assert json.loads(g.run.result.read_text())["status"] == "succeeded"
     assert g.cancelled.wait(PATIENCE_S)
     late = g.agent(2)
-    assert g.join(late) == [RunOutcome("succeeded", None)]
+    assert g.join(late) == [End("succeeded", None)]
 
 
 def test_no_failure_of_the_scheduler_ends_a_term(group, caplog):
@@ -166,8 +166,8 @@ def test_a_failure_report_reaches_the_result(group):
     for restarts in (0, 1):
         (round_,) = g.join(a)
         assert round_.restarts == restarts
-        where = {"task": "7_0", "host": "n", "rank": 0, "local_rank": 0}
-        a.report_failures([{**where, "age_s": 0.0, "message": "boom"}])
+        failure = Failure("7_0", "n", 0, 0, time.time(), "boom")
+        a.report(Failed([failure]))
         eventually(lambda: a.stop_requested)
     (verdict,) = g.join(a)
     assert verdict.status == "failed" and "boom" in verdict.failure
@@ -268,12 +268,12 @@ def test_a_leader_stays_until_the_others_have_the_outcome(group):
     g.join(*agents)
     leader = g.leader
     for s in agents:
-        s.report_finished()
+        s.report(Finished())
     eventually(lambda: leader.verdict)
     since = time.monotonic()
     leader.leave("its agent ended")
     assert time.monotonic() - since < 5.0 and not leader._thread.is_alive()
-    assert [s.verdict for s in agents] == [RunOutcome("succeeded", None)] * 4
+    assert [s.verdict for s in agents] == [End("succeeded", None)] * 4
     assert len(g.events("leader")) == 1
 
 
@@ -307,3 +307,23 @@ def test_an_agent_without_a_leader_ends_once_the_directory_was_removed(removed):
     (left,) = [agent for agent in agents if agent._thread.is_alive()]
     eventually(lambda: left.verdict)
     assert left.verdict is not None and left.verdict.status == "removed"
+
+
+def test_a_leader_that_fails_writes_its_last_events_down(group, caplog):
+    """A wrong decision can be followed afterwards; heartbeats would displace all else."""
+    g = group(max_nodes=1)
+    (agent, _) = (g.agent(0), g.agent(1))
+    g.join(agent)
+    leader = g.leader._leader
+    time.sleep(1.0)  # for some heartbeats
+
+    def fail(now: float) -> None:
+        raise RuntimeError("a rule that is wrong")
+
+    leader._state.tick = fail
+    eventually(lambda: "the leader failed" in caplog.text)
+    story = caplog.text.partition("its last events:")[2].partition("Traceback")[0]
+    assert "connected(Agent(task='7_0'" in story and "Join(request=" in story
+    assert "appended()" in story and "fail(" in story and "Heartbeat" not in story
+    others = (None, leader)
+    eventually(lambda: any(s._leader not in others for s in g.sessions))  # the run goes on

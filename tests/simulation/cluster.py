@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,17 +36,38 @@ from hpc_elastic.rendezvous.effects import (
     Readmit,
     RemoveNotice,
     RenewLease,
-    RoundInfo,
     Send,
     SendToLeader,
     Show,
-    place_message,
     places,
 )
 from hpc_elastic.rendezvous.follower_state import FollowerState
-from hpc_elastic.rendezvous.hang_diagnosis import RankState
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, Failure, LogEntry, LogSteps, claim
+from hpc_elastic.rendezvous.messages import (
+    CheckpointRequested,
+    Departed,
+    End,
+    Failed,
+    Finished,
+    Heartbeat,
+    Leave,
+    LeaveRequest,
+    Message,
+    NoticeRequest,
+    Probe,
+    Probed,
+    RankState,
+    Report,
+    Requeue,
+    Round,
+    RoundInfo,
+    Stacks,
+    StacksRequest,
+    Stall,
+    Stop,
+    Waiting,
+)
 from hpc_elastic.rendezvous.reachability import PROBE_S
 from hpc_elastic.rendezvous.round_state import units_of
 from hpc_elastic.rendezvous.session import SessionState
@@ -407,7 +428,7 @@ class AgentProcess:
 
     def announce_leave(self, why: str) -> None:
         """Announce to the leader that this node leaves."""
-        self._send_to_leader({"type": "leave", "why": why})
+        self._send_to_leader(Leave(why))
 
     # ---- notice -------------------------------------------------------------------------
 
@@ -449,7 +470,7 @@ class AgentProcess:
                 connection.send(CLIENT, self.me)
                 self._do(self._following.connected(self.host.clock()))
         elif connection is self._connection:
-            if message["type"] == "notice":
+            if isinstance(message, NoticeRequest):
                 names = (self.me.task, self.me.host, "all")
                 self.env.shared.monitor.notice_received(names, self.env.world.now)
             self._do(self._following.received(message, self.host.clock()))
@@ -472,13 +493,12 @@ class AgentProcess:
         world.after(self.env.network.delay(), None, attempt.reach)
         world.after(CONNECT_TIMEOUT_S, self.process, attempt.fail, "timed out", False)
 
-    def _send_to_leader(self, message: dict[str, Any]) -> None:
+    def _send_to_leader(self, message: Message) -> None:
         if self._connection is None:
             return
-        if message["type"] == "heartbeat":
+        if isinstance(message, Heartbeat):
             total, rank = self.env.scenario.training.total_steps, self.rank
-            progress = {"step": rank.at, "total": total} if rank is not None else {}
-            message = {**message, "progress": progress}
+            message = Heartbeat({"step": rank.at, "total": total} if rank is not None else {})
         self._connection.send(CLIENT, message)
 
     # ---- effects ------------------------------------------------------------------------
@@ -506,8 +526,8 @@ class AgentProcess:
                 if self._connection is not None:
                     self._connection.close(CLIENT)
                 self._attempt = self._connection = None
-            case ProbePeers():
-                self._probe(effect)
+            case ProbePeers(probe):
+                self._probe(probe)
             case QuerySlurm(task):
                 env.slurm.query_task(self.process, task, partial(self._slurm_answered, task))
             case Claim():
@@ -518,7 +538,7 @@ class AgentProcess:
                 env.world.log_event(self.host.task, "leads", entry)
                 self.leaders[-1].lead(entry)
 
-    def _probe(self, query: ProbePeers) -> None:
+    def _probe(self, query: Probe) -> None:
         """Probe other agents; one that is reached later than at once takes the whole time."""
         world, connection = self.env.world, self._connection
 
@@ -528,7 +548,7 @@ class AgentProcess:
 
         def send(failed: list[str]) -> None:
             if self._connection is connection:
-                self._send_to_leader({"type": "probed", "number": query.number, "failed": failed})
+                self._send_to_leader(Probed(query.number, failed))
 
         if failed := out_of_reach(list(query.peers)):
             world.after(PROBE_S, self.process, lambda: send(out_of_reach(failed)))
@@ -586,35 +606,33 @@ class AgentProcess:
 
     # ---- the agent's main thread --------------------------------------------------------
 
-    def _handle_message(self, message: dict[str, Any]) -> None:
-        kind = message["type"]
-        if kind not in ("news", "waiting"):
+    def _handle_message(self, message: Message) -> None:
+        if not isinstance(message, Waiting):
             self.env.world.log_event(self.host.task, "told", message)
-        match kind:
-            case "round":
-                self._begin_round(message)
-            case "stop":
+        match message:
+            case Round(_, place):
+                self._begin_round(place)
+            case Stop():
                 self._stop_workers()
-            case "stacks":
-                ranks = [asdict(RankState(0, 0, "moves", "script.py"))]
-                self._do(self._following.report("stacks", number=message["number"], ranks=ranks))
-            case "checkpoint_request":
+            case StacksRequest(number):
+                ranks = [RankState(0, 0, "moves", "script.py")]
+                self._do(self._following.report(Stacks(number, ranks)))
+            case CheckpointRequested():
                 self._session.handle_message(message)
                 self.touch()
-            case "noticed" if message["reason"] == "asked":
+            case LeaveRequest("asked", left_s):
                 self.env.world.after(0.001, self.process, self._obey_notice)
-                in_time = float(message["left_s"])
-                self.env.world.after(in_time, self.process, self.leave_now)
-            case "departed":
+                self.env.world.after(left_s, self.process, self.leave_now)
+            case Departed():
                 self._leave_run()
-            case "end":
-                self.env.monitor.received_end(self.me, message["status"], self.env.register.entries)
+            case End(status):
+                self.env.monitor.received_end(self.me, status, self.env.register.entries)
                 self._leave_node(None)
-            case "requeue":
-                self._leave_node(message["delay_s"])
+            case Requeue(delay_s):
+                self._leave_node(delay_s)
 
-    def _begin_round(self, message: dict[str, Any]) -> None:
-        entry = self.env.monitor.accepted(self.me, message)
+    def _begin_round(self, place: RoundInfo) -> None:
+        entry = self.env.monitor.accepted(self.me, place)
         self.work, self.rank = self.env.work_of(entry, self.me), None
         self._session, self._channel = SessionState(), None
         self._has_failed = self._stopping = False
@@ -689,18 +707,12 @@ class AgentProcess:
 
     @property
     def checkpoint_request(self) -> CheckpointRequest | None:
-        """See `hpc_elastic.rendezvous.session.Session`, as for the three methods below."""
+        """See `hpc_elastic.rendezvous.session.Session`."""
         return self._session.checkpoint_request
 
-    def report_checkpoint(self, step: int, *, paused: int) -> None:  # noqa: D102
-        self._do(self._following.report("checkpoint", step=step, paused=paused))
-
-    def vote(self, number: int, *, ok: bool, passed: int | None, rate: float) -> None:  # noqa: D102
-        fields = {"number": number, "ok": ok, "passed": passed, "rate": rate}
-        self._do(self._following.report("step_vote", **fields))
-
-    def want_checkpoint(self) -> None:  # noqa: D102
-        self._do(self._following.report("request_checkpoint"))
+    def report(self, report: Report) -> None:
+        """See `hpc_elastic.rendezvous.session.Session`."""
+        self._do(self._following.report(report))
 
     def ended(self, work: Work, exit_code: int) -> None:
         """The worker of this node has exited by itself, without an error."""
@@ -712,7 +724,7 @@ class AgentProcess:
         how = "returned" if worker.returned else "exits"
         self.env.world.log_event(self.host.task, how, exit_code)
         if self.env.components.has_succeeded(exit_code, worker):
-            self._do(self._following.report("finished"))
+            self._do(self._following.report(Finished()))
         elif self._is_noticed:
             self.leave_now()
         else:
@@ -721,8 +733,7 @@ class AgentProcess:
     def stalled(self, work: Work) -> None:
         """The worker of this node has made no step for a while."""
         if self._is_at(work):
-            fields = {"stalled_s": 0.0, "limit_s": 1.0}
-            self._do(self._following.report("stalled", **fields))
+            self._do(self._following.report(Stall(0.0, 1.0)))
 
     def worker_failed(self, work: Work, message: str, *, itself: bool) -> None:
         """A worker of this node has failed; stop its other workers."""
@@ -736,7 +747,7 @@ class AgentProcess:
             self.me.task, self.me.host, 0, 0, self.env.world.now, message, exit_code=1
         )
         self.env.world.log_event(self.host.task, "failed", message)
-        self._do(self._following.report("failed", failures=[failure.to_json()]))
+        self._do(self._following.report(Failed([failure])))
 
     def _is_at(self, work: Work) -> bool:
         at = self.work is work and not self._stopping
@@ -1005,19 +1016,18 @@ class Leader:
                     env.world.after(0.0, self.process, self._poll_notices, self._num_notice_polls)
 
     def _send(self, send: Send) -> None:
-        kind, monitor = send.message["type"], self._env.monitor
+        monitor = self._env.monitor
         work = self._env.works.get(self._round) if send.agents else None
-        if work is not None and kind == "stop":
-            reason = send.message["reason"]
-            monitor.round_stopped(reason, self._round, work.steps, work.staying_members)
-        elif work is not None and kind == "checkpoint_request" and send.message["request"]:
-            request = CheckpointRequest(**send.message["request"])
-            if request.confirmed and not request.released:
-                monitor.confirmed(self._round, request, work.ranks_at())
+        match send.message:
+            case Stop(reason) if work is not None:
+                monitor.round_stopped(reason, self._round, work.steps, work.staying_members)
+            case CheckpointRequested(CheckpointRequest() as request) if work is not None:
+                if request.confirmed and not request.released:
+                    monitor.confirmed(self._round, request, work.ranks_at())
         for agent in self._connections if send.agents is None else send.agents:
             self._send_to_agent(agent, send.message)
 
-    def _send_to_agent(self, agent: Agent, message: dict[str, Any]) -> None:
+    def _send_to_agent(self, agent: Agent, message: Message) -> None:
         connection = self._connections.get(agent)
         if connection is not None:
             connection.send(SERVER, message)
@@ -1038,7 +1048,7 @@ class Leader:
         self._env.monitor.announced(self.endpoint, announce)
         self._round = announce.entry.index
         for agent, place in self._env.components.places(announce):
-            self._send_to_agent(agent, place_message(announce, agent, place))
+            self._send_to_agent(agent, Round(announce.requests[agent].request, place))
 
     def _create(self) -> None:
         if self._creating is not None:

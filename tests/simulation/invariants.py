@@ -28,10 +28,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hpc_elastic.rendezvous.effects import Announce
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry
+from hpc_elastic.rendezvous.messages import RoundInfo
 from hpc_elastic.rendezvous.round_state import RoundPhase, RunState
 from hpc_elastic.slurm.job_state import Phase
 from hpc_elastic.step_agreement import VOTE_WITHIN_S
@@ -193,9 +193,9 @@ class Monitor:
         )  # fmt: skip
         self.is_published = True
 
-    def accepted(self, agent: Agent, place: dict[str, Any]) -> LogEntry:
+    def accepted(self, agent: Agent, place: RoundInfo) -> LogEntry:
         """An agent receives its place in a round; return the round's entry."""
-        number = place["index"]
+        number = place.index
         entry = self._by_number.get(number)
         self.check(entry is not None, "a place in a round that was not recorded", agent, place)
         assert entry is not None
@@ -208,13 +208,13 @@ class Monitor:
         self._check_ranks(agent, place, entry)
         return entry
 
-    def _check_ranks(self, agent: Agent, place: dict[str, Any], entry: LogEntry) -> None:
-        members, rank = entry.members, place["group_rank"]
+    def _check_ranks(self, agent: Agent, place: RoundInfo, entry: LogEntry) -> None:
+        members, rank = entry.members, place.group_rank
         is_own = 0 <= rank < len(members) and members[rank] == agent
         self.check(is_own, "another's rank", agent, place)
         sizes = (len(members), sum(m.nproc for m in members[:rank]), sum(m.nproc for m in members))
         agree = (*sizes, entry.round) == (
-            place["group_size"], place["first_rank"], place["world_size"], place["number"]
+            place.group_size, place.first_rank, place.world_size, place.number
         )  # fmt: skip
         self.check(agree, "members disagree on their round", agent, place, entry)
         taken = self._taken.setdefault(entry.index, set())

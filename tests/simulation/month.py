@@ -59,9 +59,26 @@ from hpc_elastic.rendezvous.log_entry import (
     RunEnding,
     claim,
 )
+from hpc_elastic.rendezvous.messages import (
+    CheckpointAnnounced,
+    CheckpointRequested,
+    End,
+    Failed,
+    Heartbeat,
+    Join,
+    Leave,
+    Message,
+    Reattach,
+    Report,
+    Requeue,
+    Stop,
+    Vote,
+    Waiting,
+)
 from hpc_elastic.rendezvous.round_state import RoundPhase
 from hpc_elastic.rendezvous.task_recovery import RequeueBackoff
 from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.worker.shared_page import CheckpointRequest
 from simulation.campaign import Tally
 from simulation.invariants import InvariantError
 from simulation.world import Process, Slurm, World
@@ -159,7 +176,7 @@ class Node:
         self.starts_at: float | None = 0.0
         """When its task may start; None: it runs, or has ended."""
         self.num_requests = 0
-        self.checkpoint_request: Mapping[str, Any] | None = None
+        self.checkpoint_request: CheckpointRequest | None = None
 
     @property
     def lives(self) -> bool:
@@ -301,7 +318,7 @@ class MonthSimulator:
         nodes = self._sample(4)
         self._count("preemption", nodes)
         for node in nodes:
-            self._send_to_leader(node, {"type": "leave", "why": "preempted"})
+            self._send_to_leader(node, Leave("preempted"))
             until = self.world.now + self._rng.uniform(600.0, 4 * 3600.0)
             self._lend(node.host, max(until, self._full_until))
             self._lose(node, "PENDING", held_s=120.0)
@@ -446,8 +463,7 @@ class MonthSimulator:
             return
         node.num_requests += 1
         waited_s = self.world.now - node.waits_since
-        request = {"request": node.num_requests, "waited_s": waited_s}
-        self._send_to_leader(node, {"type": "join", **request})
+        self._send_to_leader(node, Join(node.num_requests, waited_s=waited_s))
 
     def _connect(self, node: Node) -> bool:
         if self.leader is None or not (self._leading and self._leading.lives):
@@ -466,8 +482,7 @@ class MonthSimulator:
         if self.scenario.ft and node.place is not None:
             index, replica = node.place
             if self._connect(node):
-                placement = {"number": 1, "index": index, "replica": replica}
-                self._send_to_leader(node, {"type": "reattach", **placement})
+                self._send_to_leader(node, Reattach(index, 1, replica))
         else:
             self._stop(node)
 
@@ -475,30 +490,28 @@ class MonthSimulator:
         node.place = None
         self.world.after(self._rng.uniform(1.0, 5.0), node.process, self._join, node)
 
-    def _send_to_leader(self, node: Node, message: Mapping[str, Any]) -> None:
+    def _send_to_leader(self, node: Node, message: Message) -> None:
         agent = node.agent
         if node.is_connected and agent is not None:
-            self._call_leader(0.01, lambda x, now: x.received(agent, dict(message), now))
+            self._call_leader(0.01, lambda x, now: x.received(agent, message, now))
 
-    def _message(self, node: Node, message: Mapping[str, Any]) -> None:
+    def _message(self, node: Node, message: Message) -> None:
         """Handle a message of the leader."""
-        match message["type"]:
-            case "stop":
+        match message:
+            case Stop():
                 self._stop(node)
-            case "requeue":
-                self._lose(node, "PENDING", held_s=float(message["delay_s"]))
-            case "end":
+            case Requeue(delay_s):
+                self._lose(node, "PENDING", held_s=delay_s)
+            case End():
                 self._lose(node, "COMPLETED")
-            case "checkpoint_request":
-                node.checkpoint_request = request = message["request"]
-                if request and request["step"] is not None and not request["confirmed"]:
-                    vote = {"number": request["number"], "ok": True, "passed": None, "rate": 0.0}
-                    report = {"type": "step_vote", **vote}
-                    self._report(node, report)
+            case CheckpointRequested(request):
+                node.checkpoint_request = request
+                if request is not None and request.step is not None and not request.confirmed:
+                    self._report(node, Vote(request.number, True, None, 0.0))
 
-    def _report(self, node: Node, message: Mapping[str, Any]) -> None:
+    def _report(self, node: Node, report: Report) -> None:
         if node.place is not None:
-            self._send_to_leader(node, {**message, "index": node.place[0]})
+            self._send_to_leader(node, replace(report, index=node.place[0]))
 
     def _placed(self, node: Node, index: int, replica: int) -> None:
         node.place, node.waits_since = (index, replica), None
@@ -512,7 +525,7 @@ class MonthSimulator:
                     node.task, node.agent.host, 0, 0, self.world.now,
                     "CUDA error: uncorrectable ECC error encountered",
                 )  # fmt: skip
-                self._report(node, {"type": "failed", "failures": [failure.to_json()]})
+                self._report(node, Failed([failure]))
                 self._stop(node)
 
         self.world.after(self._rng.uniform(60.0, 600.0), node.process, fail)
@@ -525,10 +538,10 @@ class MonthSimulator:
             return
         self._step += 1000
         for node in self._living():
-            request = node.checkpoint_request or {}
-            pauses = request.get("confirmed") and request.get("pause") and not request["released"]
-            paused = request["number"] if pauses and request["step"] is None else 0
-            self._report(node, {"type": "checkpoint", "step": self._step, "paused": paused})
+            paused, request = 0, node.checkpoint_request
+            if request is not None and request.confirmed and request.pause:
+                paused = request.number if request.step is None and not request.released else 0
+            self._report(node, CheckpointAnnounced(self._step, paused))
         self._touch()
 
     # ---- the leader ---------------------------------------------------------------------
@@ -612,8 +625,7 @@ class MonthSimulator:
         node = next((n for n in self.nodes if n.lives and n.is_connected and n.place), None)
         if node is not None and not self.scenario.kills and self._no_round_since is None:
             self._step += 1
-            progress = {"step": self._step}
-            self._send_to_leader(node, {"type": "heartbeat", "progress": progress})
+            self._send_to_leader(node, Heartbeat({"step": self._step}))
 
     def _call_leader(
         self, delay_s: float, event: Callable[[LeaderState, float], list[Effect]]
@@ -685,15 +697,15 @@ class MonthSimulator:
         if asked is not None and asked is self.leader:
             self._handle(asked.slurm_answered(states, self.world.now))
 
-    def _send(self, agents: Iterable[Agent] | None, message: Mapping[str, Any]) -> None:
-        if message["type"] in ("heartbeat", "waiting"):
+    def _send(self, agents: Iterable[Agent] | None, message: Message) -> None:
+        if isinstance(message, (Heartbeat, Waiting)):
             return
         wanted = None if agents is None else set(agents)
         for node in self.nodes:
             if node.is_connected and (wanted is None or node.agent in wanted):
                 delay_s = self._rng.uniform(0.01, 0.1)
                 self.world.after(delay_s, node.process, self._message, node, message)
-        if message["type"] != "checkpoint_request":
+        if not isinstance(message, CheckpointRequested):
             self._touch()
 
     def _append(self, entry: LogEntry) -> None:
@@ -913,8 +925,10 @@ class _WaitsLonger(LeaderState):
 class _CountsFromZero(LeaderState):
     """A wait begins with the leader."""
 
-    def received(self, agent: Agent, message: dict[str, Any], now: float) -> list[Effect]:
-        return super().received(agent, message | {"waited_s": 0.0}, now)
+    def received(self, agent: Agent, message: Message, now: float) -> list[Effect]:
+        if isinstance(message, Join):
+            message = replace(message, waited_s=0.0)
+        return super().received(agent, message, now)
 
 
 SMALL = Month(days=6.0, num_nodes=16, min_nodes=12, num_spare_hosts=2)

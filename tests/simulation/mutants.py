@@ -18,11 +18,9 @@ from hpc_elastic.rendezvous.effects import (
     Announce,
     Append,
     Effect,
-    Message,
     Note,
     RemoveNotice,
     RenewLease,
-    RoundInfo,
     Send,
     places,
 )
@@ -31,6 +29,7 @@ from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.group_change import CheckpointBarrier, GroupChange
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, LogSteps
+from hpc_elastic.rendezvous.messages import Message, Probed, Round, RoundInfo, Stop
 from hpc_elastic.rendezvous.reachability import Endpoints, Reachability
 from hpc_elastic.rendezvous.round_state import RoundState
 from hpc_elastic.rendezvous.term import Term, TermFolder
@@ -143,9 +142,9 @@ class SendsNoProbes(Reachability):
 class TrustsOneDirection(Reachability):
     """Takes a connection in one direction for one in both."""
 
-    def answered(self, agent: Agent, message: Message) -> None:
-        failed = [t for t in message["failed"] if int(t.rpartition("_")[2]) > agent.slot]
-        super().answered(agent, {**message, "failed": failed})
+    def answered(self, agent: Agent, answer: Probed) -> None:
+        failed = [t for t in answer.failed if int(t.rpartition("_")[2]) > agent.slot]
+        super().answered(agent, replace(answer, failed=failed))
 
 
 class _NeverForgets(CheckpointBarrier):
@@ -240,17 +239,17 @@ class StaysUnderNotice(FollowerState):
 class JoinsTooEarly(FollowerState):
     """Requests the next round before the workers of the last one have ended."""
 
-    def received(self, message: dict[str, Any], now: float) -> list[Effect]:
+    def received(self, message: Message, now: float) -> list[Effect]:
         effects = super().received(message, now)
-        return [*effects, *self.join()] if message["type"] == "stop" else effects
+        return [*effects, *self.join()] if isinstance(message, Stop) else effects
 
 
 class TakesAnyAnswer(FollowerState):
     """Accepts a place that answers an earlier request of its own."""
 
-    def received(self, message: dict[str, Any], now: float) -> list[Effect]:
-        if message["type"] == "round":
-            message = {**message, "request": self._num_requests}
+    def received(self, message: Message, now: float) -> list[Effect]:
+        if isinstance(message, Round):
+            message = replace(message, request=self._num_requests)
         return super().received(message, now)
 
 

@@ -17,20 +17,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from hpc_elastic.rendezvous.effects import (
     Announce,
     Append,
     Effect,
     Note,
-    RoundInfo,
     Send,
     places,
 )
 from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.leader_state import LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
+from hpc_elastic.rendezvous.messages import Message, Report, RoundInfo, Stop
 from hpc_elastic.rendezvous.replica_state import Placement, ReplicaState, departed_note
 from hpc_elastic.rendezvous.round_state import RankAssignment, RunState, stop
 from simulation.cluster import AgentProcess, Components, unit_with
@@ -81,10 +80,10 @@ class ReplicaMonitor(Monitor):
         fewer = set(entry.members) <= set(before.members)
         self.check(fewer, "members without a round", before, entry)
 
-    def _check_ranks(self, agent: Agent, place: dict[str, Any], entry: LogEntry) -> None:
+    def _check_ranks(self, agent: Agent, place: RoundInfo, entry: LogEntry) -> None:
         unit = unit_with(agent, entry.members, self._rules.unit_nodes)
         before = unit[: unit.index(agent)]
-        numbers = (place["group_size"], place["first_rank"], place["world_size"])
+        numbers = (place.group_size, place.first_rank, place.world_size)
         wanted = (len(unit), sum(a.nproc for a in before), sum(a.nproc for a in unit))
         self.check(numbers == wanted, "a replica is not alone", agent, place)
 
@@ -98,8 +97,8 @@ class ReplicaProcess(AgentProcess):
         soon = min(1.0, 0.3 * left_s) * self.env.world.rng.random()
         self.env.world.after(soon, self.process, self.leave_now)
 
-    def _handle_message(self, message: dict[str, Any]) -> None:
-        if message["type"] == "stop" and self.work is not None:
+    def _handle_message(self, message: Message) -> None:
+        if isinstance(message, Stop) and self.work is not None:
             monitor = self.env.monitor
             assert isinstance(monitor, ReplicaMonitor)
             broken = self._has_failed or self.work.over or not self.work.has_started
@@ -183,8 +182,8 @@ class _CountsByTheLastRound(ReplicaState):
 
     _last = 0
 
-    def is_current(self, agent: Agent, message: dict[str, Any]) -> bool:
-        return bool(message.get("index") == self._last)
+    def is_current(self, agent: Agent, report: Report) -> bool:
+        return report.index == self._last
 
     def _place(self, replicas: Mapping[int, Sequence[Agent]]) -> list[Effect]:
         effects = super()._place(replicas)
@@ -215,7 +214,7 @@ class _LeavesPartners(ReplicaState):
 
     def _dissolve_unit(self, agent: Agent, why: str, now: float) -> list[Effect]:
         effects = super()._dissolve_unit(agent, why, now)
-        return [e for e in effects if not (isinstance(e, Send) and e.message["type"] == "stop")]
+        return [e for e in effects if not (isinstance(e, Send) and isinstance(e.message, Stop))]
 
 
 class _RestartsOneNode(ReplicaState):

@@ -28,9 +28,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from hpc_elastic.rendezvous.effects import Message
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import LogEntry, LogSteps
+from hpc_elastic.rendezvous.messages import Json
 from hpc_elastic.rendezvous.term import TermFolder, TermOverError
 from hpc_elastic.shared_files import Steps
 from simulation.invariants import Monitor
@@ -621,7 +621,7 @@ class SharedMonitor:
         """A leader acts in a term."""
         self._check(not is_fenced, "a leader acts though its term is over", term, what)
 
-    def status_replaced(self, status: Message, *, is_late: bool) -> None:
+    def status_replaced(self, status: Json, *, is_late: bool) -> None:
         """Check a new status; ``is_late`` if it was written by an old name of the folder."""
         at = int(status["term"]), int(status.get("round") or 0)
         if is_late and at < self._status:
@@ -633,7 +633,7 @@ class SharedMonitor:
         self._status = at
         self.shown += 1
 
-    def progress_appended(self, lines: Sequence[Message]) -> None:
+    def progress_appended(self, lines: Sequence[Json]) -> None:
         """Check new lines of the progress."""
         term = max(int(line["term"]) for line in lines)
         if term < self._term:
@@ -673,7 +673,7 @@ class SharedFiles:
         storage.rdzv.entries[_term(0)] = self.folder
 
     @property
-    def shown(self) -> Message | None:
+    def shown(self) -> Json | None:
         """The content of status.json."""
         file = self.storage.run.entries.get(STATUS)
         return file.content if isinstance(file, File) else None
@@ -714,16 +714,16 @@ class NodeFiles:
         self._storage.world.log_event(f"slot {self.mount.slot}", "takes the term folder", term)
         self.mount.rename((rdzv, _term(before)), (rdzv, _term(term)))
 
-    def status(self) -> Message | None:
+    def status(self) -> Json | None:
         """Return the status."""
         try:
-            status: Message = self.mount.open(self._storage.run, STATUS).content
+            status: Json = self.mount.open(self._storage.run, STATUS).content
         except FileNotFoundError:
             self.mount.names_in(self._storage.run)
             return self._files.shown
         return status
 
-    def replace_status(self, term: int, status: Message) -> None:
+    def replace_status(self, term: int, status: Json) -> None:
         """Stage the status in the folder, and rename it."""
         folder = self._folder(term)
         by_old_name = self._storage.rdzv.entries.get(_term(term)) is not folder
@@ -733,7 +733,7 @@ class NodeFiles:
         self._files.monitor.status_replaced(status, is_late=is_late and self._files.is_fenced)
         self.mount.rename((folder, staged), (self._storage.run, STATUS))
 
-    def append_progress(self, lines: Sequence[Message], *, maybe_torn: bool) -> None:
+    def append_progress(self, lines: Sequence[Json], *, maybe_torn: bool) -> None:
         """Append without a fence."""
         self._files.monitor.progress_appended(lines)
 
@@ -798,13 +798,13 @@ class LeadersFiles:
         self._mount = mount
         self._process = process
         self._end_term = end_term
-        self._status: Message | None = None
+        self._status: Json | None = None
         """The next status, and the lines of progress to write with it."""
-        self._lines: list[Message] = []
+        self._lines: list[Json] = []
         self._showing = False
         self.confirm = folder.confirm
 
-    def show(self, status: Message, lines: Sequence[Message]) -> None:
+    def show(self, status: Json, lines: Sequence[Json]) -> None:
         """Write a status, or the newest one after a write that is under way."""
         self._status = {**status, "updated": self._storage.world.now}
         self._lines += lines

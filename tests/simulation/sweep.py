@@ -25,6 +25,7 @@ from hpc_elastic.rendezvous.effects import (
 )
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRules, claim
+from hpc_elastic.rendezvous.messages import Heartbeat, Join, Requeue, Stop
 from hpc_elastic.rendezvous.round_state import RoundPhase
 from hpc_elastic.site import QueueAdvice, siblings
 from hpc_elastic.site.value import NodeDemand, StepTimeModel
@@ -281,7 +282,7 @@ class SweepSimulation:
             return
         for task in run.tasks:
             if task.joined:
-                beat = {"type": "heartbeat", "progress": _progress(run)}
+                beat = Heartbeat(_progress(run))
                 self._do(run, leadership.received(task.agent, beat, self.now))
         if run.leadership is leadership:
             self._do(run, leadership.tick(self.now))
@@ -308,7 +309,7 @@ class SweepSimulation:
             liveness = HeartbeatConfig(1.0, 10.0)
             run.leadership = LeaderState(run.entry, rules, liveness, self.now, self._rng)
         effects = run.leadership.connected(agent, self.now)
-        effects += run.leadership.received(agent, {"type": "join", "request": 1}, self.now)
+        effects += run.leadership.received(agent, Join(1), self.now)
         self._do(run, effects)
 
     def _end_run(self, run: Run) -> None:
@@ -336,14 +337,13 @@ class SweepSimulation:
                         if task.joined and task.agent in requests and task.trains_since is None:
                             self._measure_held_node(task)
                             task.trains_since = self.now
-                case Send(agents, {"type": "stop"}):
+                case Send(agents, Stop()):
                     for agent in agents or ():
-                        again = {"type": "join", "request": 2}
-                        self._do(run, leadership.received(agent, again, self.now))
-                case Send(agents, {"type": "requeue", "delay_s": delay_s}):
+                        self._do(run, leadership.received(agent, Join(2), self.now))
+                case Send(agents, Requeue(delay_s)):
                     names = {agent.task for agent in agents or ()}
                     for task in [t for t in run.tasks if t.name in names]:
-                        self._end_task(task, max(_REQUEUE_S, float(delay_s)))
+                        self._end_task(task, max(_REQUEUE_S, delay_s))
                 case Postpone(delay_s):
                     for task in run.tasks:
                         task.not_before = self.now + delay_s

@@ -1,6 +1,7 @@
 """A follower with or without a leader, and the environment that it searches."""
 
 from dataclasses import replace
+from typing import TypeVar
 
 from groups import A, B, C, D
 
@@ -16,7 +17,9 @@ from hpc_elastic.rendezvous.effects import (
 from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry
+from hpc_elastic.rendezvous.messages import Join, Round, RoundInfo
 
+M = TypeVar("M")
 LIVENESS = HeartbeatConfig(heartbeat_interval_s=0.5, heartbeat_timeout_s=3.0)
 LEADER = Endpoint("10.0.0.1", 4000, "7_0", 0)
 ENTRY = LogEntry(5, 2, LEADER, round=2, members=(A, B, C, D))
@@ -38,16 +41,21 @@ def following(me: Agent = B, now: float = 0.0, entry: LogEntry = ENTRY) -> Follo
     f = agent(me, now)
     assert f.tick(now) == [ReadLog()]
     assert f.log_read(entry.index, entry, 1, now) == [Connect(entry)]
-    placed = {"type": "round", "request": request_of(f.connected(now)), "index": entry.index}
+    placed = place(request_of(f.connected(now)), entry.index)
     assert f.received(placed, now) == [Deliver(placed)]
     return f
+
+
+def place(request: int, index: int, number: int = 2) -> Round:
+    """The answer to a request: a place in the round of an entry."""
+    return Round(request, RoundInfo(number, index, 0, 0, 1, 0, 1))
 
 
 def request_of(effects: list[Effect]) -> int:
     """The number of the request for a place that is the only effect."""
     (send,) = effects
-    assert isinstance(send, SendToLeader) and send.message["type"] == "join"
-    return send.message["request"]
+    assert isinstance(send, SendToLeader) and isinstance(send.message, Join)
+    return send.message.request
 
 
 def connecting(me: Agent = B) -> FollowerState:
@@ -63,9 +71,9 @@ def of(effects: list[Effect], *types: type) -> list[Effect]:
     return [e for e in effects if isinstance(e, types)]
 
 
-def delivered(effects: list[Effect], type_: str) -> list[dict]:
+def delivered(effects: list[Effect], kind: type[M]) -> list[M]:
     """The messages of a type that the agent's own thread gets."""
-    return [e.message for e in effects if isinstance(e, Deliver) and e.message["type"] == type_]
+    return [e.message for e in effects if isinstance(e, Deliver) and isinstance(e.message, kind)]
 
 
 class Search:

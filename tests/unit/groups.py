@@ -1,7 +1,7 @@
 """Four agents, the rules of a run in the states that tests begin with, and effects in short."""
 
 import random
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpc_elastic.rendezvous.effects import (
@@ -21,6 +21,7 @@ from hpc_elastic.rendezvous.log_entry import (
     RoundRules,
     RunEnding,
 )
+from hpc_elastic.rendezvous.messages import CheckpointRequested, End, Requeue, Stop, pack
 from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.step_agreement import StepVote
@@ -83,7 +84,7 @@ def kind(short: Short) -> str:
     """Which kind of effect it is."""
     match short:
         case Send(_, message):
-            return message["type"]
+            return pack(message, 0.0)["type"]
         case tuple():
             return short[0]
         case Note(kind):
@@ -101,12 +102,12 @@ def _short(effect: Effect) -> Short | None:
                          entry.ending.results)  # fmt: skip
         case Note(kind) if kind not in ("members_released", "replica_left"):
             return None
-        case Send(agents, {"type": "requeue", "delay_s": delay_s}):
+        case Send(agents, Requeue(delay_s)):
             return SentBack(agents, delay_s)
-        case Append() | Postpone() | Send(None, {"type": "end"}):
+        case Append() | Postpone() | Send(None, End()):
             return None
-        case Send(_, {"type": "checkpoint_request", "request": fields}):
-            return effect if fields and fields["confirmed"] else None
+        case Send(_, CheckpointRequested(request)):
+            return effect if request is not None and request.confirmed else None
     return effect
 
 
@@ -122,13 +123,12 @@ def ended(status, failure=None, secondary_failures=(), results=None) -> Short:
 
 def stop(agents, reason) -> Send:
     """These are to stop their workers."""
-    return Send(agents, {"type": "stop", "reason": reason})
+    return Send(agents, Stop(reason))
 
 
 def request(agents, *args, **state) -> Send:
     """These get a checkpoint request; without arguments, the last one is withdrawn."""
-    fields = asdict(CheckpointRequest(*args, **state)) if args else None
-    return Send(agents, {"type": "checkpoint_request", "request": fields})
+    return Send(agents, CheckpointRequested(CheckpointRequest(*args, **state) if args else None))
 
 
 def pause(agents, number, step=None, *, released=False) -> Send:

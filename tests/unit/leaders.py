@@ -1,11 +1,11 @@
 """A leader in the states that tests begin with, and what its agents say to it."""
 
 import random
-from typing import Any
 
 from hpc_elastic.rendezvous.effects import Append, Effect, RenewLease, Send
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRules, claim
+from hpc_elastic.rendezvous.messages import Heartbeat, Join, Message
 
 HERE = Endpoint("10.0.0.1", 4000, "7_9", 0)
 LIVENESS = HeartbeatConfig(heartbeat_interval_s=0.5, heartbeat_timeout_s=3.0)
@@ -29,19 +29,19 @@ def after(*members: Agent, **rules) -> LeaderState:
     return leading(claim(5, before, HERE, 1000.0), **rules)
 
 
-def say(leader: LeaderState, agent: Agent, type_: str, now: float, **fields: Any) -> list[Effect]:
+def say(leader: LeaderState, agent: Agent, message: Message, now: float) -> list[Effect]:
     """Let an agent say something."""
-    return leader.received(agent, {"type": type_, **fields}, now)
+    return leader.received(agent, message, now)
 
 
 def join(leader: LeaderState, agent: Agent, now: float, request: int = 1) -> list[Effect]:
     """Let an agent connect, if it has not, and ask for a place."""
-    return [*leader.connected(agent, now), *say(leader, agent, "join", now, request=request)]
+    return [*leader.connected(agent, now), *say(leader, agent, Join(request=request), now)]
 
 
 def rejoin(leader: LeaderState, agent: Agent, now: float) -> list[Effect]:
     """Let an agent that is connected ask for another place."""
-    return say(leader, agent, "join", now, request=2)
+    return say(leader, agent, Join(request=2), now)
 
 
 def of(effects: list[Effect], *types: type) -> list[Effect]:
@@ -49,9 +49,9 @@ def of(effects: list[Effect], *types: type) -> list[Effect]:
     return [e for e in effects if isinstance(e, types)]
 
 
-def told(effects: list[Effect], type_: str) -> list[Agent]:
+def told(effects: list[Effect], kind: type[Message]) -> list[Agent]:
     """Who is told something of a type."""
-    sends = [e for e in effects if isinstance(e, Send) and e.message["type"] == type_]
+    sends = [e for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
     return [agent for send in sends for agent in send.agents]
 
 
@@ -77,7 +77,7 @@ def meanwhile(leader: LeaderState, until: float, *alive: Agent, since: float = 1
     while now < until:
         now += 0.5
         for agent in alive:
-            say(leader, agent, "heartbeat", now, progress={})
+            say(leader, agent, Heartbeat(progress={}), now)
         effects += tick(leader, now)
     return effects
 
@@ -86,7 +86,7 @@ def passed(leader: LeaderState, until: float, *alive: Agent, since: float = 1.0)
     """Let time pass, with the beats of these agents; return the last tick's effects."""
     meanwhile(leader, until - 0.5, *alive, since=since)
     for agent in alive:
-        say(leader, agent, "heartbeat", until, progress={})
+        say(leader, agent, Heartbeat(progress={}), until)
     return tick(leader, until)
 
 

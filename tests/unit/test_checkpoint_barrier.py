@@ -159,7 +159,7 @@ def test_a_pause_that_was_released_does_not_count_for_the_next_one():
     assert decisions(m.checkpointed(B, 10, 1, 3.1)) == [], "at the first request, and continues"
     assert decisions(m.checkpointed(A, 20, 2, 4.0)) == []
     (told,) = decisions(m.checkpointed(B, 20, 2, 4.1))
-    assert told.message["reason"] == "node4 joins, at the checkpoint of step 20"
+    assert told.message.reason == "node4 joins, at the checkpoint of step 20"
 
 
 def test_a_pause_ends_with_its_round():
@@ -179,7 +179,7 @@ def test_a_script_that_announces_nothing_is_broken_after_grow_after_s():
     poll_none(m, (A, B), 1, 1.1)
     assert decisions(m.tick(20.9)) == []
     (told,) = decisions(m.tick(21.0))
-    assert told.message["reason"] == "node3 joins; the script announces no checkpoints"
+    assert told.message.reason == "node3 joins; the script announces no checkpoints"
 
 
 def test_a_script_that_has_ever_announced_one_is_waited_for():
@@ -197,4 +197,4 @@ def test_the_first_one_to_come_decides_how_long_a_silent_script_is_waited_for():
     m.join(B, 1.0)
     m.join(C, 19.0)
     (told,) = decisions(m.tick(21.0))
-    assert told.agents == (A,) and "node2, node3 joins" in told.message["reason"]
+    assert told.agents == (A,) and "node2, node3 joins" in told.message.reason

@@ -38,7 +38,7 @@ def agreed(m: RoundState, step: int, now: float) -> None:
         for agent in (A, B):
             actions = m.voted(agent, StepVote(number, ok, step - 1, 0.0), now)
     (sent,) = decisions(actions)
-    assert (sent.message["request"]["number"], sent.message["request"]["confirmed"]) == (2, True)
+    assert (sent.message.request.number, sent.message.request.confirmed) == (2, True)
 
 
 def test_a_notice_starts_an_agreement_on_a_step():
@@ -126,8 +126,7 @@ def test_a_departure_makes_room_for_a_newcomer():
     m.checkpointed(A, 20, 2, 11.0)
     stopped = decisions(m.checkpointed(B, 20, 2, 11.1))[-1]
     assert (
-        stopped.message["reason"]
-        == "node3 joins, node1 leaves (signal), at the checkpoint of step 20"
+        stopped.message.reason == "node3 joins, node1 leaves (signal), at the checkpoint of step 20"
     )
 
 
@@ -168,8 +167,8 @@ def test_a_worker_may_request_a_checkpoint():
 
 def asks(effects: list) -> list[int]:
     """The numbers of the requests, 0 for a withdrawn one."""
-    sent = [e.message["request"] for e in effects if kind(e) == "checkpoint_request"]
-    return [fields["number"] if fields else 0 for fields in sent]
+    sent = [e.message.request for e in effects if kind(e) == "checkpoint_request"]
+    return [request.number if request else 0 for request in sent]
 
 
 def test_a_request_of_a_script_that_does_not_poll_steps_is_dropped():

@@ -38,6 +38,7 @@ from hpc_elastic.agent.preemption import PreemptionNotice, PreemptionState
 from hpc_elastic.agent.warm_workers import WarmWorkerPool
 from hpc_elastic.agent.worker_failures import EndedWorker, NodeIdentity, WorkerFiles
 from hpc_elastic.config.schema import AgentSettings
+from hpc_elastic.rendezvous.messages import Finished
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.slurm.exit_action import Reason
 from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
@@ -191,7 +192,9 @@ def told(training, tmp_path, monkeypatch) -> list[object]:
     """What that agent tells its leader: exit codes of failed workers, or that it leaves."""
     said: list[object] = []
     training._session = SimpleNamespace(
-        report_failures=lambda found: said.append([f["exit_code"] for f in found]),
+        report=lambda report: said.append(
+            "finished" if isinstance(report, Finished) else [f.exit_code for f in report.failures]
+        ),
         leave_now=lambda: said.append("leaves"),
         verdict=None,
     )
@@ -255,7 +258,7 @@ def test_a_function_that_returns_under_notice_before_the_last_step_has_not_succe
 ):
     """A script may set a flag at SIGTERM, save, and return; one that stops early is done."""
     monkeypatch.setattr(module, "_NOTICE_MAY_COME_S", 0.0)
-    training._session.report_finished = lambda: told.append("finished")
+    training._session.report = lambda _: told.append("finished")
     training.pages[3].report(step, None, None, total)
     if reason is not None:
         training._workplace.notices.add(PreemptionNotice(reason, 1e9))
@@ -279,7 +282,6 @@ def test_a_command_succeeds_by_its_exit_code(
         ElasticAgent, "_ended_by_themselves",
         lambda self: {} if self.pages[3].read().returned else ended,
     )  # fmt: skip
-    training._session.report_finished = lambda: told.append("finished")
     training._workplace.is_command = True
     training._workplace.settings = SimpleNamespace(stop_timeout_s=1)
     if reason is not None:
@@ -292,7 +294,7 @@ def test_a_command_succeeds_by_its_exit_code(
 
 def test_workers_are_done_once_the_function_has_returned_in_all(training, told):
     """Their processes may go on for a while: a tracker sends its files at exit."""
-    training._session.report_finished = lambda: told.append("finished")
+    training._session.report = lambda _: told.append("finished")
     training.pages[4] = SharedPage.create(training.pages_folder, 1)
     training.pages[4].report_return()
     training._check_workers()
@@ -515,7 +517,9 @@ def test_a_start_that_the_system_refuses_is_tried_again(training, monkeypatch, w
     )
     agent._refused, agent._awaits_leader = None, False
     agent._session = SimpleNamespace(
-        verdict=None, leave_now=lambda: told.append("left"), report_failures=told.extend
+        verdict=None,
+        leave_now=lambda: told.append("left"),
+        report=lambda failed: told.extend(failed.failures),
     )
     agent._workplace = SimpleNamespace(
         place=NodeIdentity("7_1", "n1", Path("logs")), control=Mock(),
@@ -535,7 +539,7 @@ def test_a_start_that_the_system_refuses_is_tried_again(training, monkeypatch, w
         assert told == ["left"]
     else:
         (failure,) = told
-        assert "no space" in failure["message"] and failure["exception"] == "OSError"
+        assert "no space" in failure.message and failure.exception == "OSError"
 
 
 def test_a_start_in_a_removed_directory_waits_for_the_end_of_the_run(training, monkeypatch):

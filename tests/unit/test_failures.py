@@ -55,8 +55,8 @@ def test_a_worker_that_used_up_its_cpu_time_is_told_where_the_limit_comes_from(t
     """Slurm hands the `ulimit -t` of a login node on; a segmentation fault has no such remedy."""
     place, files = NodeIdentity("7_1", "node2", tmp_path), WorkerFiles(tmp_path, 1, 0)
     ended = describe(EndedWorker(0, -signal.SIGXCPU), files, place)
-    assert ended["signal"] == "SIGXCPU" and "ulimit -t" in ended["remedy"]
-    assert describe(EndedWorker(0, -signal.SIGSEGV), files, place)["remedy"] is None
+    assert ended.signal == "SIGXCPU" and "ulimit -t" in ended.remedy
+    assert describe(EndedWorker(0, -signal.SIGSEGV), files, place).remedy is None
 
 
 def test_files_of_a_terabyte_cost_a_report_nothing(tmp_path):
@@ -68,12 +68,12 @@ def test_files_of_a_terabyte_cost_a_report_nothing(tmp_path):
             f.seek(0, os.SEEK_END)
             f.write(b"\nthe last words\n")
     ended = describe(EndedWorker(0, -signal.SIGKILL), files, place)
-    assert ended["traceback"].endswith("the last words") and len(ended["traceback"]) <= 10_000
-    assert ended["message"] == "ended by SIGKILL"
+    assert ended.traceback.endswith("the last words") and len(ended.traceback) <= 10_000
+    assert ended.message == "ended by SIGKILL"
 
 
 def test_an_error_file_that_is_nested_too_deep_costs_only_itself(tmp_path):
     """A script may write anything there: the agent reports the worker all the same."""
     place, files = NodeIdentity("7_1", "node2", tmp_path), WorkerFiles(tmp_path, 1, 0)
     files.error.write_text("[" * 100_000)
-    assert describe(EndedWorker(0, 3), files, place)["exit_code"] == 3
+    assert describe(EndedWorker(0, 3), files, place).exit_code == 3

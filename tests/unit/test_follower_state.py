@@ -13,6 +13,7 @@ from followers import (
     delivered,
     following,
     of,
+    place,
     request_of,
 )
 from groups import B, C
@@ -28,6 +29,21 @@ from hpc_elastic.rendezvous.effects import (
     SendToLeader,
 )
 from hpc_elastic.rendezvous.log_entry import Endpoint, LogEntry, RunEnding
+from hpc_elastic.rendezvous.messages import (
+    CheckpointRequested,
+    Departed,
+    End,
+    Finished,
+    Heartbeat,
+    Leave,
+    LeaveRequest,
+    Notice,
+    NoticeConfirmed,
+    NoticeRequest,
+    Requeue,
+    Stop,
+    Waiting,
+)
 from hpc_elastic.rendezvous.session import SessionState
 
 # ---- finding a leader ---------------------------------------------------------------------
@@ -81,8 +97,8 @@ def test_a_file_system_that_does_not_answer_claims_nothing():
     """The agent's thread gets the reason."""
     f = agent()
     f.tick(0.0)
-    (news,) = delivered(f.log_unreadable("Stale file handle", 0.1), "news")
-    assert "Stale file handle" in news["text"]
+    (news,) = delivered(f.log_unreadable("Stale file handle", 0.1), Waiting)
+    assert "Stale file handle" in news.text
     for now in range(1, 100):
         assert not of(f.tick(float(now)), Claim)
         f.log_unreadable("Stale file handle", now + 0.5)
@@ -117,7 +133,7 @@ def test_a_run_that_has_ended_is_over():
     ended = replace(ENTRY, ending=RunEnding("succeeded"))
     publish, deliver = f.log_read(5, ended, None, 0.1)
     assert publish == PublishResult(ended)
-    assert deliver.message == {"type": "end", "status": "succeeded", "failure": None}
+    assert deliver.message == End(status="succeeded", failure=None)
     assert f.tick(9.0) == [] and f.log_read(9, ENTRY, None, 9.0) == []
 
 
@@ -129,7 +145,7 @@ def test_sends_a_heartbeat_at_every_interval():
     f, num, now = following(), 0, 0.0
     while now < 10.05:
         num += len(of(f.tick(now), SendToLeader))
-        f.received({"type": "heartbeat"}, now)
+        f.received(Heartbeat(), now)
         now = round(now + 0.1, 3)
     assert num == 20
 
@@ -137,53 +153,51 @@ def test_sends_a_heartbeat_at_every_interval():
 def test_reports_name_the_round_that_they_are_of():
     """A leader ignores the reports of another round."""
     f = following()
-    sent = f.report("finished")
-    beat = SendToLeader({"type": "heartbeat"})  # how far the workers came, before they have ended
-    assert sent == [beat, SendToLeader({"type": "finished", "index": 5})]
-    assert agent().report("finished") == [], "without a leader the report is dropped"
+    sent = f.report(Finished())
+    beat = SendToLeader(Heartbeat())  # how far the workers came, before they have ended
+    assert sent == [beat, SendToLeader(Finished(index=5))]
+    assert agent().report(Finished()) == [], "without a leader the report is dropped"
 
 
 def test_a_round_answers_the_last_request_only():
     """An earlier request may be out of date."""
     f = following()
     request = request_of(f.join())
-    assert f.received({"type": "round", "request": request - 1, "index": 6}, 1.0) == []
-    placed = {"type": "round", "request": request, "index": 7}
+    assert f.received(place(request - 1, 6), 1.0) == []
+    placed = place(request, 7)
     assert f.received(placed, 1.1) == [Deliver(placed)]
-    assert f.received({**placed, "index": 8}, 1.2) == [], "it has a place already"
+    assert f.received(place(request, 8), 1.2) == [], "it has a place already"
 
 
 def test_a_stop_counts_only_in_a_round():
     """An agent that waits for a round has no workers to stop."""
     f = following()
-    stop = {"type": "stop", "reason": "node3 joins"}
+    stop = Stop(reason="node3 joins")
     assert f.received(stop, 1.0) == [Deliver(stop)]
     f.join()
     assert f.received(stop, 1.1) == []
 
 
-@pytest.mark.parametrize(
-    "message", [{"type": "checkpoint_request", "request": None}, {"type": "waiting"}]
-)
+@pytest.mark.parametrize("message", [CheckpointRequested(request=None), Waiting("")])
 def test_other_messages_of_the_leader_are_delivered(message):
     """Unchanged."""
     assert following().received(message, 1.0) == [Deliver(message)]
 
 
-@pytest.mark.parametrize("type_", ["end", "requeue"])
-def test_the_leaders_last_message_ends_the_session(type_):
+@pytest.mark.parametrize("last", [End("succeeded", None), Requeue(5.0)])
+def test_the_leaders_last_message_ends_the_session(last):
     """The agent searches for no leader after that."""
     f = following()
-    assert f.received({"type": type_}, 1.0) == [Deliver({"type": type_})]
+    assert f.received(last, 1.0) == [Deliver(last)]
     assert f.disconnected("its connection closed", 1.1) == []
-    assert f.tick(99.0) == [] and f.received({"type": "stop"}, 99.0) == []
+    assert f.tick(99.0) == [] and f.received(Stop(""), 99.0) == []
 
 
 def test_a_broken_connection_stops_the_workers_and_reads_the_log():
     """At once."""
     effects = following().disconnected("its connection closed", 1.0)
     assert [type(e) for e in effects] == [Disconnect, Deliver, Deliver, ReadLog]
-    assert "its connection closed" in delivered(effects, "stop")[0]["reason"]
+    assert "its connection closed" in delivered(effects, Stop)[0].reason
 
 
 def test_a_silent_leader_is_lost_after_heartbeat_timeout_s():
@@ -192,14 +206,14 @@ def test_a_silent_leader_is_lost_after_heartbeat_timeout_s():
     while not of(effects, Disconnect):
         now += 0.25
         effects = f.tick(now)
-    assert now == 3.25 and "silent for" in delivered(effects, "stop")[0]["reason"]
+    assert now == 3.25 and "silent for" in delivered(effects, Stop)[0].reason
 
 
 def test_an_agent_without_workers_gets_no_stop():
     """It still waits for a round."""
     f = following()
     f.join()
-    assert delivered(f.disconnected("its connection closed", 1.0), "stop") == []
+    assert delivered(f.disconnected("its connection closed", 1.0), Stop) == []
 
 
 def test_a_request_outlives_its_leader():
@@ -229,7 +243,7 @@ def test_a_replaced_leader_is_disconnected():
     )
     newer = replace(ENTRY, index=6, term=3, leader=Endpoint("10.0.0.2", 1, C.task, 0))
     effects = f.log_read(6, newer, 1, 1.4)
-    assert of(effects, Disconnect) and delivered(effects, "stop")
+    assert of(effects, Disconnect) and delivered(effects, Stop)
 
 
 # ---- a node under notice -----------------------------------------------------------------
@@ -239,29 +253,27 @@ def test_outside_a_round_a_node_under_notice_leaves_at_once():
     """It has no steps to save."""
     f = agent()
     noticed, leaving = f.add_notice("signal", 5.0, 1.0)
-    assert noticed == Deliver({"type": "noticed", "reason": "signal", "left_s": 5.0})
-    assert leaving == Deliver({"type": "departed", "reason": "signal"})
+    assert noticed == Deliver(LeaveRequest("signal", 5.0, 6.0))
+    assert leaving == Deliver(Departed(reason="signal"))
     assert f.tick(2.0) == []
 
 
 def test_a_node_under_notice_that_waits_for_a_place_reports_that_it_leaves():
     """The round that forms does not wait for it."""
     f = following()
-    f.received({"type": "stop", "reason": "node3 joins"}, 1.0)
+    f.received(Stop(reason="node3 joins"), 1.0)
     f.join()
     effects = f.add_notice("signal", 5.0, 1.5)
-    assert [e.message["type"] for e in of(effects, SendToLeader)] == ["leave"]
-    assert delivered(effects, "departed") == [{"type": "departed", "reason": "signal"}]
+    assert [type(e.message) for e in of(effects, SendToLeader)] == [Leave]
+    assert delivered(effects, Departed) == [Departed(reason="signal")]
 
 
 def test_in_a_round_the_notice_is_reported_and_the_node_stays():
     """All ranks save before it leaves."""
     f = following()
     effects = f.add_notice("signal", 5.0, 1.0)
-    assert of(effects, SendToLeader) == [
-        SendToLeader({"type": "notice", "reason": "signal", "left_s": 5.0})
-    ]
-    assert delivered(effects, "departed") == []
+    assert of(effects, SendToLeader) == [SendToLeader(Notice(reason="signal", left_s=5.0))]
+    assert delivered(effects, Departed) == []
 
 
 @pytest.mark.parametrize("ends", ["stop", "lost"])
@@ -270,19 +282,19 @@ def test_a_node_under_notice_leaves_when_its_round_ends(ends):
     f = following()
     f.add_notice("signal", 5.0, 1.0)
     if ends == "stop":
-        effects = f.received({"type": "stop", "reason": "at the checkpoint of step 3"}, 2.0)
-        assert [e.message["type"] for e in of(effects, SendToLeader)] == ["leave"]
+        effects = f.received(Stop(reason="at the checkpoint of step 3"), 2.0)
+        assert [type(e.message) for e in of(effects, SendToLeader)] == [Leave]
     else:
         effects = f.disconnected("its connection closed", 2.0)
-    kinds = [e.message["type"] for e in of(effects, Deliver)]
-    assert kinds.index("stop") < kinds.index("departed")
+    kinds = [type(e.message) for e in of(effects, Deliver)]
+    assert kinds.index(Stop) < kinds.index(Departed)
 
 
 def test_a_notice_after_the_stop_of_the_round_lets_the_node_leave_at_once():
     """Its workers are being stopped, and it has not requested another place yet."""
     f = following()
-    f.received({"type": "stop", "reason": "node3 joins"}, 1.0)
-    assert delivered(f.add_notice("signal", 5.0, 1.5), "departed")
+    f.received(Stop(reason="node3 joins"), 1.0)
+    assert delivered(f.add_notice("signal", 5.0, 1.5), Departed)
 
 
 def test_the_nearest_deadline_counts_and_the_first_reason():
@@ -291,19 +303,19 @@ def test_the_nearest_deadline_counts_and_the_first_reason():
     f.add_notice("time_limit", 100.0, 1.0)
     assert f.add_notice("asked", 200.0, 2.0) == []
     (send,) = of(f.add_notice("signal", 5.0, 3.0), SendToLeader)
-    assert send.message == {"type": "notice", "reason": "time_limit", "left_s": 5.0}
+    assert send.message == Notice(reason="time_limit", left_s=5.0)
 
 
 def test_the_leader_may_put_a_node_under_notice():
     """A notice file is kept until the agent confirms it, each time."""
     f = following()
-    effects = f.received({"type": "notice", "left_s": 600.0}, 1.0)
-    (noticed,) = delivered(effects, "noticed")
-    assert (noticed["reason"], noticed["left_s"]) == ("asked", 600.0)
-    confirmed = SendToLeader({"type": "noticed"})
-    reported = SendToLeader({"type": "notice", "reason": "asked", "left_s": 600.0})
+    effects = f.received(NoticeRequest(left_s=600.0), 1.0)
+    (noticed,) = delivered(effects, LeaveRequest)
+    assert (noticed.reason, noticed.left_s) == ("asked", 600.0)
+    confirmed = SendToLeader(NoticeConfirmed())
+    reported = SendToLeader(Notice(reason="asked", left_s=600.0))
     assert of(effects, SendToLeader) == [confirmed, reported]
-    assert f.received({"type": "notice", "left_s": 600.0}, 2.0) == [confirmed]
+    assert f.received(NoticeRequest(left_s=600.0), 2.0) == [confirmed]
 
 
 def test_a_node_leaves_at_its_deadline():
@@ -311,17 +323,17 @@ def test_a_node_leaves_at_its_deadline():
     f = following()
     f.add_notice("signal", 5.0, 1.0)
     effects = f.leave_now()
-    assert delivered(effects, "departed")
-    assert [e.message["type"] for e in of(effects, SendToLeader)] == ["leave"]
+    assert delivered(effects, Departed)
+    assert [type(e.message) for e in of(effects, SendToLeader)] == [Leave]
     assert f.leave_now() == [] and f.add_notice("signal", 1.0, 6.0) == []
 
 
 def test_checkpoint_requests_reach_only_the_workers_of_a_round():
     """A request after the stop is out of date."""
     f = following()
-    propose = {"type": "checkpoint_request", "request": None}
+    propose = CheckpointRequested(request=None)
     assert f.received(propose, 1.0) == [Deliver(propose)]
-    f.received({"type": "stop", "reason": "a worker failed"}, 1.1)
+    f.received(Stop(reason="a worker failed"), 1.1)
     assert f.received(propose, 1.2) == []
 
 
@@ -330,7 +342,7 @@ def test_checkpoint_requests_reach_only_the_workers_of_a_round():
 
 def waited(effects) -> float:
     """How long an agent says that it has waited, in its request for a place."""
-    return next(e.message["waited_s"] for e in effects if isinstance(e, SendToLeader))
+    return next(e.message.waited_s for e in effects if isinstance(e, SendToLeader))
 
 
 def test_each_leader_is_told_how_long_the_agent_has_waited():
@@ -338,7 +350,7 @@ def test_each_leader_is_told_how_long_the_agent_has_waited():
     f = connecting()
     assert waited(f.connected(1.0)) == 1.0
     for now in range(2, 21):
-        f.received({"type": "waiting", "text": ""}, float(now))
+        f.received(Waiting(text=""), float(now))
     f.disconnected("its node died", 20.0)
     f.log_read(6, replace(ENTRY, index=6, term=6), 1, 25.0)
     assert waited(f.connected(26.0)) == 26.0
@@ -373,5 +385,5 @@ def test_an_older_attempt_never_leads():
         f = agent(B)
         f.tick(0.0)
         effects = f.log_read(5, entry, None, 0.1)
-        assert delivered(effects, "end") and not of(effects, Claim, Connect)
+        assert delivered(effects, End) and not of(effects, Claim, Connect)
         assert f.tick(99.0) == []

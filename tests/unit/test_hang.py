@@ -10,12 +10,11 @@ from hpc_elastic.rendezvous.effects import Append, Note
 from hpc_elastic.rendezvous.failure_policy import strikes_of
 from hpc_elastic.rendezvous.hang_diagnosis import (
     ANSWER_S,
-    RankState,
-    Stall,
     diagnose_hang,
     hang_failures,
     hang_note,
 )
+from hpc_elastic.rendezvous.messages import RankState, Stacks, StacksRequest, Stall, Stop
 from hpc_elastic.run.event_schema import LossReason
 
 HERE = {"place": "train.py:40 in step", "waits_in": "all_reduce"}
@@ -147,28 +146,28 @@ def test_the_message_names_place_and_files():
 
 def answer(leader, agent, now, rank, at, number=1):
     """Let an agent of one worker answer."""
-    ranks_ = [{"rank": rank, "local_rank": 0, "state": "stands", **at}]
-    return say(leader, agent, "stacks", now, index=2, number=number, ranks=ranks_)
+    ranks_ = [RankState(rank, 0, "stands", **at)]
+    return say(leader, agent, Stacks(index=2, number=number, ranks=ranks_), now)
 
 
 def test_the_first_stalled_report_queries_all_members_once():
     """Further reports open no second query."""
     leader = training(A, B, C)
-    asked = say(leader, A, "stalled", 70.0, index=2, stalled_s=61.0, limit_s=60.0)
-    assert told(asked, "stacks") == [A, B, C]
-    assert not say(leader, B, "stalled", 70.1, index=2, stalled_s=61.0, limit_s=60.0)
+    asked = say(leader, A, Stall(index=2, stalled_s=61.0, limit_s=60.0), 70.0)
+    assert told(asked, StacksRequest) == [A, B, C]
+    assert not say(leader, B, Stall(index=2, stalled_s=61.0, limit_s=60.0), 70.1)
 
 
 def test_once_all_have_answered_the_group_is_started_again():
     """The hang is logged, all are stopped, and the run spends a restart."""
     leader = training(A, B, C)
-    say(leader, A, "stalled", 70.0, index=2, stalled_s=61.0, limit_s=60.0)
+    say(leader, A, Stall(index=2, stalled_s=61.0, limit_s=60.0), 70.0)
     answer(leader, A, 71.0, 0, HERE)
     answer(leader, B, 71.0, 1, NOWHERE)
     effects = answer(leader, C, 71.5, 2, HERE)
     (hang, _) = of(effects, Note)
     assert hang.kind == "hang" and hang.fields["ranks"][0]["rank"] == 1
-    assert told(effects, "stop") == [A, B, C]
+    assert told(effects, Stop) == [A, B, C]
     effects = [e for agent in (A, B, C) for e in rejoin(leader, agent, 72.0)]
     notes = [e for e in of(effects, Note) if e.kind == "restart"]
     assert leader.run.policy.restarts == 1
@@ -178,7 +177,7 @@ def test_once_all_have_answered_the_group_is_started_again():
 def test_a_rank_whose_agent_does_not_answer_is_to_blame():
     """The agent sends heartbeats, but cannot inspect its workers."""
     leader = training(A, B)
-    say(leader, A, "stalled", 70.0, index=2, stalled_s=61.0, limit_s=60.0)
+    say(leader, A, Stall(index=2, stalled_s=61.0, limit_s=60.0), 70.0)
     answer(leader, A, 71.0, 0, HERE)
     effects = leader.tick(70.5 + ANSWER_S)
     (hang, *_) = [n for n in of(effects, Note) if n.kind == "hang"]
@@ -188,7 +187,7 @@ def test_a_rank_whose_agent_does_not_answer_is_to_blame():
 def test_answers_of_an_earlier_round_are_ignored():
     """The round broke for another reason meanwhile."""
     leader = training(A, B)
-    say(leader, A, "stalled", 70.0, index=2, stalled_s=61.0, limit_s=60.0)
+    say(leader, A, Stall(index=2, stalled_s=61.0, limit_s=60.0), 70.0)
     answer(leader, A, 71.0, 0, HERE)
     leader.disconnected(B, LossReason.CONNECTION_CLOSED, 71.0)
     assert not [n for n in of(leader.tick(71.0 + ANSWER_S), Note) if n.kind == "hang"]

@@ -293,9 +293,9 @@ class Leader:
         self.answers = {}
         self.answered = threading.Event()
 
-    def answer_stacks(self, number, ranks) -> None:
+    def report(self, answer) -> None:
         """Keep it."""
-        self.answers[number] = [rank["state"] for rank in ranks]
+        self.answers[answer.number] = [rank.state for rank in answer.ranks]
         self.answered.set()
 
 

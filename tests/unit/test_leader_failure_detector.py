@@ -22,6 +22,7 @@ from hpc_elastic.rendezvous.effects import Claim, Connect, Disconnect, QuerySlur
 from hpc_elastic.rendezvous.follower_state import CONFIRM_REFUSAL_S, LeaderFailureDetector
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
+from hpc_elastic.rendezvous.messages import Heartbeat
 
 # ---- claims ------------------------------------------------------------------------------
 
@@ -66,7 +67,7 @@ def test_a_lease_that_is_no_longer_renewed_expires():
 def test_the_silence_of_a_followed_leader_counts_since_its_last_message():
     """The agent does not wait twice."""
     f = following(D)
-    f.received({"type": "heartbeat"}, 9.0)
+    f.received(Heartbeat(), 9.0)
     now = 9.0
     while not of(f.tick(now), Disconnect):
         now += 0.25

@@ -31,6 +31,7 @@ from hpc_elastic.rendezvous.effects import (
 )
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, claim
+from hpc_elastic.rendezvous.messages import CheckpointAnnounced, Close, Heartbeat, Join, Leave, Stop
 from hpc_elastic.rendezvous.round_state import RoundPhase
 from hpc_elastic.run.event_schema import LossReason
 
@@ -41,14 +42,14 @@ def test_a_broken_connection_is_a_loss_at_once():
     """The others' workers are stopped, even those that hang in a collective."""
     leader = training(A, B)
     effects = leader.disconnected(B, LossReason.CONNECTION_CLOSED, 2.0)
-    assert told(effects, "stop") == [A]
+    assert told(effects, Stop) == [A]
     assert leader.disconnected(B, LossReason.CONNECTION_CLOSED, 2.1) == []
 
 
 def test_an_agent_that_leaves_is_gone_at_once():
     """It says why."""
-    effects = say(training(A, B), B, "leave", 2.0, why="taken by SIGTERM")
-    assert told(effects, "stop") == [A]
+    effects = say(training(A, B), B, Leave("taken by SIGTERM"), 2.0)
+    assert told(effects, Stop) == [A]
     (gone,) = [e for e in effects if isinstance(e, Note) and e.kind == "node_lost"]
     assert gone.fields["why"] == "taken by SIGTERM"
 
@@ -57,10 +58,10 @@ def test_a_silent_agent_is_lost_after_heartbeat_timeout_s():
     """Its connection is abandoned, which would not break by itself."""
     leader = training(A, B, C)
     assert of(passed(leader, 4.0, A, C), Disconnect) == []
-    say(leader, A, "heartbeat", 4.1, progress={})
-    say(leader, C, "heartbeat", 4.1, progress={})
+    say(leader, A, Heartbeat(progress={}), 4.1)
+    say(leader, C, Heartbeat(progress={}), 4.1)
     effects = leader.tick(4.1)
-    assert of(effects, Disconnect) == [Disconnect(B)] and told(effects, "stop") == [A, C]
+    assert of(effects, Disconnect) == [Disconnect(B)] and told(effects, Stop) == [A, C]
 
 
 def test_who_fell_silent_may_run_still_until_it_is_heard_or_hangs_up():
@@ -89,8 +90,8 @@ def test_whatever_an_agent_says_shows_that_it_lives():
     """Beats or others."""
     leader = training(A, B)
     for now in (2.5, 4.5, 6.5):
-        say(leader, A, "checkpoint", now, entry=2, step=1, paused=0)
-        say(leader, B, "heartbeat", now, progress={})
+        say(leader, A, CheckpointAnnounced(step=1, paused=0, index=2), now)
+        say(leader, B, Heartbeat(progress={}), now)
         assert of(leader.tick(now), Disconnect) == []
 
 
@@ -107,14 +108,14 @@ def test_an_agent_that_connects_anew_was_lost():
     """Its workers have been stopped: its round is over."""
     leader = training(A, B)
     effects = leader.connected(B, 2.0)
-    assert effects[0] == Disconnect(B) and told(effects, "stop") == [A]
+    assert effects[0] == Disconnect(B) and told(effects, Stop) == [A]
 
 
 def test_a_stranger_is_not_listened_to():
     """Only agents that are connected count."""
     leader = training(A)
-    assert say(leader, B, "close", 2.0) == []
-    assert say(leader, B, "join", 2.0, request=1) == []
+    assert say(leader, B, Close(), 2.0) == []
+    assert say(leader, B, Join(request=1), 2.0) == []
 
 
 def test_a_new_leader_waits_for_the_members_of_the_last_round():
@@ -187,7 +188,7 @@ def unrenewed(leader: LeaderState, until: float, *alive: Agent) -> list[Effect]:
     while now < until:
         now += 0.5
         for agent in alive:
-            say(leader, agent, "heartbeat", now, progress={})
+            say(leader, agent, Heartbeat(progress={}), now)
         effects += leader.tick(now)
     return effects
 
@@ -208,7 +209,7 @@ def test_a_leader_all_of_whose_members_are_heard_may_wait_for_its_file_system():
     leader = training(A, B)
     assert of(unrenewed(leader, 60.0, A, B), StepDown) == []
     leader = training(A, B)
-    say(leader, A, "leave", 1.2, why="test")
+    say(leader, A, Leave(why="test"), 1.2)
     rejoin(leader, B, 1.3)
     assert of(leader.slurm_answered(running(B), 1.4), Append)
     assert of(unrenewed(leader, 12.0, B), StepDown) == [StepDown()]
@@ -232,7 +233,7 @@ def test_a_leader_that_may_be_cut_off_closes_nothing_while_others_elect():
     leader.slurm_answered(running(A), 4.7)
     assert leader.run.not_before == 4.5 + 6.0
     assert of(meanwhile(leader, 10.0, A, since=5.0), Append) == []
-    say(leader, A, "heartbeat", 10.5, progress={})
+    say(leader, A, Heartbeat(progress={}), 10.5)
     assert of(leader.tick(10.5), Append)
 
 
@@ -285,17 +286,17 @@ def test_all_agents_hear_a_beat_with_every_tick():
     """By which they know that their leader lives."""
     leader = training(A, B)
     for now in (1.5, 2.0):
-        assert told(leader.tick(now), "heartbeat") == [A, B]
+        assert told(leader.tick(now), Heartbeat) == [A, B]
 
 
 def test_the_last_report_of_each_members_workers_is_kept():
     """For the status; and the first rank's gives the outlook."""
     leader = training(A, B)
-    say(leader, B, "heartbeat", 2.0, progress={"step": 3, "total": 100, "loss": 0.5})
+    say(leader, B, Heartbeat(progress={"step": 3, "total": 100, "loss": 0.5}), 2.0)
     assert leader.progress == {B: {"step": 3, "total": 100, "loss": 0.5}}
     assert leader.run.estimator.outlook.restart_cost_s is None
     for now, step in ((3.0, 10), (4.0, 20)):
-        say(leader, A, "heartbeat", now, progress={"step": step, "total": 100, "loss": None})
+        say(leader, A, Heartbeat(progress={"step": step, "total": 100, "loss": None}), now)
     assert leader.run.estimator.outlook.restart_cost_s == 2.0
     assert leader.run.estimator.outlook.remaining_s == 8.0
     leader.disconnected(A, LossReason.CONNECTION_CLOSED, 5.0)
@@ -315,7 +316,7 @@ def test_slurm_is_asked_as_soon_as_somebody_waits():
     leader = leading()
     assert not asks(leader.tick(0.5))
     leader.connected(A, 1.0)
-    assert asks(say(leader, A, "join", 1.0, request=1))
+    assert asks(say(leader, A, Join(request=1), 1.0))
 
 
 def test_a_question_under_way_is_not_repeated():
@@ -339,7 +340,7 @@ def questions(leader: LeaderState, until: float, *alive: Agent) -> list[float]:
     asked, now = [], 1.0
     while now < until:
         now += 0.5
-        effects = [e for a in alive for e in say(leader, a, "heartbeat", now, progress={})]
+        effects = [e for a in alive for e in say(leader, a, Heartbeat(progress={}), now)]
         if asks([*effects, *leader.tick(now)]):
             asked.append(now)
             leader.slurm_answered(running(*alive), now)

@@ -10,7 +10,7 @@ from hpc_elastic.agent import node_agent as module
 from hpc_elastic.agent.node_agent import TAKEN, num_workers
 from hpc_elastic.config.schema import BACKENDS, NodeRange, RunSettings
 from hpc_elastic.errors import ConfigError, SlurmCommandError
-from hpc_elastic.rendezvous.session import Requeued
+from hpc_elastic.rendezvous.messages import Requeue
 from hpc_elastic.run.events import EventLog, read_events
 from hpc_elastic.slurm.environment import SlurmEnvironment
 from hpc_elastic.slurm.exit_action import ExitAction, ExitFacts, Reason
@@ -94,7 +94,7 @@ def sent_back(tmp_path, monkeypatch, requeue_after) -> int:
         _events=EventLog(tmp_path / "7_1.jsonl", "7_1"),
         _spec=spec,
     )
-    return module.NodeAgent._go_back(node, Requeued(30.04))
+    return module.NodeAgent._go_back(node, Requeue(30.04))
 
 
 def test_a_node_that_is_sent_back_requeues_itself(tmp_path, monkeypatch):

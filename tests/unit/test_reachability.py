@@ -7,8 +7,9 @@ from itertools import combinations
 import pytest
 from groups import FIRST, A, B, C, D, decisions, kind, machine, notes, running
 
-from hpc_elastic.rendezvous.effects import JoinRequest, Send
+from hpc_elastic.rendezvous.effects import Send
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, Failure, RoundRules
+from hpc_elastic.rendezvous.messages import Join, Probe, Probed
 from hpc_elastic.rendezvous.reachability import (
     ANSWER_S,
     RETRY_S,
@@ -76,22 +77,22 @@ class Network:
         effects = []
         for agent in agents:
             self.rounds.run.reach.add(agent, [("10.0.0.1", 1 + agent.slot)])
-            effects += self.rounds.join(agent, now, JoinRequest(1))
+            effects += self.rounds.join(agent, now, Join(1))
         return [*effects, *self.carry_on(effects, now)]
 
     def carry_on(self, effects, now):
         """Answer the probes in these effects, and those that follow; return all effects."""
         found = []
         for effect in effects:
-            if isinstance(effect, Send) and effect.message["type"] == "probe":
+            if isinstance(effect, Send) and isinstance(effect.message, Probe):
                 (agent,) = effect.agents
-                peers = effect.message["peers"]
+                peers = effect.message.peers
                 self.num_probes += len(peers)
                 if agent in self.silent:
                     continue
                 failed = [t for t in peers if (agent.task, t) in self.cut]
-                number = effect.message["number"]
-                self.rounds.run.reach.answered(agent, {"number": number, "failed": failed})
+                number = effect.message.number
+                self.rounds.run.reach.answered(agent, Probed(number, failed))
                 found += self.rounds.tick(now)
         return [*found, *self.carry_on(found, now)] if found else []
 
@@ -245,7 +246,7 @@ def test_a_group_of_thousands_probes_few_pairs():
             reach.add(agent, [("10.0.0.1", 1)])
         sent = reach.probe(AGENTS[:size], 0.0)
         assert len(sent) == size
-        assert max(len(e.message["peers"]) for e in sent) == most
+        assert max(len(e.message.peers) for e in sent) == most
 
 
 def test_replicas_that_do_not_reach_each_other_are_left_out():

@@ -1,11 +1,13 @@
 """The content of status.json."""
 
 import random
+from dataclasses import replace
 
 from groups import A, B, failure
 
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Endpoint, LogEntry, RoundRules
+from hpc_elastic.rendezvous.messages import Failed, Finished, Heartbeat, Join, Reattach
 from hpc_elastic.rendezvous.run_status import status_of
 
 
@@ -21,7 +23,7 @@ def training() -> LeaderState:
     leader = leading()
     for agent in (A, B):
         leader.connected(agent, 0.0)
-        leader.received(agent, {"type": "join", "request": 1}, 0.0)
+        leader.received(agent, Join(request=1), 0.0)
     leader.appended()
     return leader
 
@@ -30,7 +32,7 @@ def test_a_group_that_forms():
     """It counts the nodes that have joined; there are no members yet."""
     leader = leading()
     leader.connected(A, 0.0)
-    leader.received(A, {"type": "join", "request": 1}, 0.0)
+    leader.received(A, Join(request=1), 0.0)
     assert status_of(leader) == {
         "phase": "waiting", "term": 3, "round": 2, "nodes": 0, "world_size": 0, "members": [],
         "joined": 1, "restarts": 1, "max_restarts": 3,
@@ -79,11 +81,11 @@ def test_progress_is_the_furthest_step_and_the_first_ranks_loss():
         (A, {"step": 7, "total": 100, "loss": None, "samples": 56, "blocked_s": 0.5}),
         (B, {"step": 8, "total": 100, "loss": 0.25, "blocked_s": 0.75}),
     ):
-        leader.received(agent, {"type": "heartbeat", "progress": progress}, 1.0)
+        leader.received(agent, Heartbeat(progress=progress), 1.0)
     status = status_of(leader)
     assert (status["step"], status["total_steps"], status["loss"]) == (8, 100, 0.25)
     assert (status["samples"], status["blocked_s"]) == (56, 0.75)
-    leader.received(A, {"type": "heartbeat", "progress": {"step": 9, "loss": 0.5}}, 2.0)
+    leader.received(A, Heartbeat(progress={"step": 9, "loss": 0.5}), 2.0)
     assert status_of(leader)["loss"] == 0.5
 
 
@@ -91,7 +93,7 @@ def test_a_run_that_has_ended_shows_how():
     """It shows the last group as well."""
     leader = training()
     for agent in (A, B):
-        leader.received(agent, {"type": "finished", "index": 5}, 1.0)
+        leader.received(agent, Finished(index=5), 1.0)
     status = status_of(leader)
     assert status["phase"] == "succeeded" and status["nodes"] == 2
 
@@ -99,16 +101,16 @@ def test_a_run_that_has_ended_shows_how():
 def test_a_run_that_has_ended_keeps_its_last_step():
     """Members that reported it are gone; a leader that took over knows the checkpoint only."""
     leader = training()
-    leader.received(A, {"type": "heartbeat", "progress": {"step": 7}}, 1.0)
+    leader.received(A, Heartbeat(progress={"step": 7}), 1.0)
     for agent in (A, B):
-        leader.received(agent, {"type": "finished", "index": 5}, 1.0)
+        leader.received(agent, Finished(index=5), 1.0)
     for agent in (A, B):
         leader.disconnected(agent, "ended", 2.0)
     assert status_of(leader)["step"] == 7
     leader = training()
     leader.rounds.run.policy.record_checkpoint(4)
     for agent in (A, B):
-        leader.received(agent, {"type": "finished", "index": 5}, 1.0)
+        leader.received(agent, Finished(index=5), 1.0)
     assert status_of(leader)["step"] == 4
 
 
@@ -116,10 +118,10 @@ def test_a_run_that_has_failed_shows_its_restarts():
     """It shows all restarts."""
     leader = training()
     leader.rounds.run.policy.restarts = 3
-    failed = {"type": "failed", "index": 5, "failures": [vars(failure(A))]}
+    failed = Failed([failure(A)], index=5)
     leader.received(A, failed, 1.0)
     for agent in (A, B):
-        leader.received(agent, {"type": "join", "request": 2}, 2.0)
+        leader.received(agent, Join(request=2), 2.0)
     status = status_of(leader)
     assert (status["phase"], status["restarts"], status["max_restarts"]) == ("failed", 3, 3)
 
@@ -128,7 +130,7 @@ def test_a_run_whose_nodes_were_requeued():
     """The run is in the queue again."""
     leader = leading(min_nodes=2, below_min_timeout_s=1.0)
     leader.connected(A, 0.0)
-    leader.received(A, {"type": "join", "request": 1}, 0.0)
+    leader.received(A, Join(request=1), 0.0)
     for now in (0.5, 1.0, 1.5, 2.0, 2.5):
         leader.tick(now)
     assert status_of(leader)["phase"] == "requeued"
@@ -138,11 +140,11 @@ def test_nodes_with_different_versions_are_a_warning():
     """It names the nodes of each; one that reports none, as an older version, is not judged."""
     leader = training()
     assert status_of(leader)["warnings"] == []
-    join = {"type": "reattach", "round": {"index": 4}, "versions": "Python 3.11.7, torch 2.13.0"}
+    join = Reattach(4, 3, 0, versions="Python 3.11.7, torch 2.13.0")
     leader.received(A, join, 0.1)
-    leader.received(B, {**join}, 0.1)
+    leader.received(B, join, 0.1)
     assert status_of(leader)["warnings"] == []
-    leader.received(B, {**join, "versions": "Python 3.12.1, torch 2.13.0"}, 0.2)
+    leader.received(B, replace(join, versions="Python 3.12.1, torch 2.13.0"), 0.2)
     (warning,) = status_of(leader)["warnings"]
     assert "Python 3.11.7, torch 2.13.0 on node1" in warning
     assert "Python 3.12.1, torch 2.13.0 on node2" in warning

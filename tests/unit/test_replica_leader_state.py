@@ -3,12 +3,13 @@
 import random
 from dataclasses import replace
 
-from groups import A, B, C, D
+from groups import A, B, C, D, failure
 from leaders import HERE, LIVENESS, join, meanwhile, of, say, told
 
 from hpc_elastic.rendezvous.effects import Announce, Append, Note, PublishResult, RenewLease, places
 from hpc_elastic.rendezvous.leader_state import LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRules, claim
+from hpc_elastic.rendezvous.messages import Failed, Finished, Reattach, Stop
 from hpc_elastic.run.event_schema import LossReason
 
 B2 = Agent(B.task, 1, B.slot, "node9", 1)
@@ -46,7 +47,7 @@ def here(leader: LeaderState, agent: Agent, now: float, entry: int = 4) -> list:
     connected = leader.connected(agent, now)
     return [
         *connected,
-        *say(leader, agent, "reattach", now, index=entry, number=3, replica=agent.slot),
+        *say(leader, agent, Reattach(index=entry, number=3, replica=agent.slot), now),
     ]
 
 
@@ -79,10 +80,9 @@ def test_reports_count_by_the_round_that_placed_the_reporter():
     mine = leader.at.index
     join(leader, C, 2.0)
     leader.appended()
-    failed = {"task": B.task, "host": B.host, "rank": 0, "local_rank": 0, "time": 1.0,
-              "message": "boom"}  # fmt: skip
-    assert told(say(leader, B, "failed", 3.0, index=mine, failures=[failed]), "stop") == [B]
-    assert told(say(leader, C, "failed", 3.0, index=mine, failures=[failed]), "stop") == []
+    failed = Failed([failure(B)], index=mine)
+    assert told(say(leader, B, failed, 3.0), Stop) == [B]
+    assert told(say(leader, C, failed, 3.0), Stop) == []
 
 
 def test_a_departure_is_recorded():
@@ -97,9 +97,9 @@ def test_a_departure_is_recorded():
 def test_members_are_here_under_the_next_leader():
     """Nobody is told to stop, no round is closed, and their reports count."""
     leader = after(A, B)
-    assert told([*here(leader, A, 0.1), *here(leader, B, 0.2)], "stop") == []
-    assert of(say(leader, A, "finished", 1.0, index=4), Append) == []
-    (append,) = of(say(leader, B, "finished", 1.0, index=4), Append)
+    assert told([*here(leader, A, 0.1), *here(leader, B, 0.2)], Stop) == []
+    assert of(say(leader, A, Finished(index=4), 1.0), Append) == []
+    (append,) = of(say(leader, B, Finished(index=4), 1.0), Append)
     assert append.entry.ending is not None
     assert of(leader.appended(), PublishResult)
 

@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from followers import ENTRY, LEADER, LIVENESS, delivered, request_of
+from followers import ENTRY, LEADER, LIVENESS, delivered, place, request_of
 from groups import A, B, C, failure
 
 from hpc_elastic import should_checkpoint
@@ -18,13 +18,20 @@ from hpc_elastic.ft.messages import (
     ReplicaStatus,
     Shutdown,
     WorkersLost,
-    to_frame,
-    unpack,
 )
 from hpc_elastic.rendezvous.effects import Connect, Deliver, ReadLog, Send, SendToLeader
 from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.leader_state import LeaderState
 from hpc_elastic.rendezvous.log_entry import LogEntry, RoundRules, RunEnding, claim
+from hpc_elastic.rendezvous.messages import (
+    TO_LEADER,
+    Failed,
+    Finished,
+    QuorumMessage,
+    Reattach,
+    Stop,
+    unpack,
+)
 from hpc_elastic.rendezvous.replica_state import SETTLES_WITHIN_S
 from hpc_elastic.run import fencing
 from hpc_elastic.worker import checkpoint_trigger
@@ -44,8 +51,7 @@ def placed() -> FollowerState:
     f = FollowerState(B, LIVENESS, 0.0, stays=True)
     f.join()
     ask = request_of(connected(f, ENTRY, 0.0))
-    place = {"index": ENTRY.index, "number": 2, "replica": 0}
-    f.received({"type": "round", "request": ask, **place}, 0.0)
+    f.received(place(ask, ENTRY.index), 0.0)
     return f
 
 
@@ -53,31 +59,29 @@ def test_the_leaders_death_does_not_stop_the_workers():
     """The agent looks for the next leader at once, and tells him by which entry it is here."""
     f = placed()
     effects = f.disconnected("reset", 1.0)
-    assert delivered(effects, "stop") == [] and ReadLog() in effects
+    assert delivered(effects, Stop) == [] and ReadLog() in effects
     newer = claim(6, ENTRY, LEADER, 1000.0)
     f.log_read(ENTRY.index, ENTRY, 1, 1.0)
     f.not_connected("refused", 1.1, refused=True)
-    assert connected(f, newer, 2.0) == [
-        SendToLeader({"type": "reattach", "index": 5, "number": 2, "replica": 0})
-    ]
+    assert connected(f, newer, 2.0) == [SendToLeader(Reattach(index=5, number=2, replica=0))]
 
 
 def test_what_became_of_the_workers_meanwhile_is_told_again():
     """The leader before may not have recorded it."""
     f = placed()
-    f.report("finished")
+    f.report(Finished())
     f.disconnected("reset", 1.0)
     f.log_read(ENTRY.index, ENTRY, 1, 1.0)
     f.not_connected("refused", 1.1, refused=True)
     effects = connected(f, claim(6, ENTRY, LEADER, 1000.0), 2.0)
-    assert [e.message["type"] for e in effects] == ["reattach", "finished"]
-    assert effects[1].message["index"] == 5
+    assert [type(e.message) for e in effects] == [Reattach, Finished]
+    assert effects[1].message.index == 5
 
 
 def test_a_leader_that_wants_them_stopped_is_obeyed():
     """Then the agent joins anew."""
     f = placed()
-    stop = {"type": "stop", "reason": "formed anew"}
+    stop = Stop(reason="formed anew")
     assert f.received(stop, 1.0) == [Deliver(stop)]
     assert request_of(f.join()) > 0
 
@@ -98,9 +102,7 @@ def quorum() -> LeaderState:
     leader = LeaderState(claim(5, before, LEADER, 0.0), rules, LIVENESS, 0.0, random.Random(1))
     for agent in (B, C):
         leader.connected(agent, 0.0)
-        leader.received(
-            agent, {"type": "reattach", "index": 4, "number": 3, "replica": agent.slot}, 0.0
-        )
+        leader.received(agent, Reattach(index=4, number=3, replica=agent.slot), 0.0)
     says(leader, B, ReplicaStatus(7, 0, 1, 0, is_aborted=False), 0.0)
     says(leader, C, ReplicaStatus(NO_QUORUM, 0, 0, 0, is_aborted=False), 0.0)
     return leader
@@ -108,13 +110,13 @@ def quorum() -> LeaderState:
 
 def says(leader: LeaderState, agent, message, now: float) -> list:
     """Let an agent's replica send a message; what is sent to replicas then."""
-    return sent(leader.received(agent, to_frame(message), now))
+    return sent(leader.received(agent, QuorumMessage(message), now))
 
 
 def sent(effects: list) -> list:
     """What is sent to replicas: whom, and the message."""
-    sends = [e for e in effects if isinstance(e, Send) and e.message["type"] == "ft"]
-    return [(e.agents[0], unpack(e.message["message"])) for e in sends]
+    sends = [e for e in effects if isinstance(e, Send) and isinstance(e.message, QuorumMessage)]
+    return [(e.agents[0], e.message.message) for e in sends]
 
 
 def passes(leader: LeaderState, since: float, until: float) -> list:
@@ -132,7 +134,7 @@ def test_a_replica_that_gets_a_place_takes_part():
     """From then on the run waits for it."""
     leader = quorum()
     says(leader, B, WorkersLost("it ended"), 1.0)
-    leader.received(B, {"type": "failed", "index": 4, "failures": [failure(B).to_json()]}, 1.0)
+    leader.received(B, Failed([failure(B)], index=4), 1.0)
     assert is_placed([*says(leader, C, ASK, 1.1), *passes(leader, 1.1, 3.0)], C)
     assert C in leader.rounds.taking_part
 
@@ -142,7 +144,7 @@ def test_a_newcomer_waits_while_another_ends():
     leader = quorum()
     says(leader, B, Shutdown(), 1.0)
     told = [*says(leader, C, ASK, 1.1), *passes(leader, 1.1, 1.0 + SETTLES_WITHIN_S)]
-    leader.received(B, {"type": "finished", "index": 4}, 1.0 + SETTLES_WITHIN_S)
+    leader.received(B, Finished(index=4), 1.0 + SETTLES_WITHIN_S)
     assert not is_placed([*told, *passes(leader, 3.0, 9.0)], C)
 
 
@@ -159,7 +161,7 @@ def test_a_leader_that_is_cut_off_keeps_no_quorum():
 def test_what_is_no_message_of_a_replica_is_refused():
     """The connection that it came by ends."""
     with pytest.raises(ValueError, match="unknown message type"):
-        quorum().received(B, {"type": "ft", "message": {"type": "nonsense"}}, 1.0)
+        unpack({"type": "ft", "message": {"type": "nonsense"}}, TO_LEADER, 1.0)
 
 
 # ---- the fence ----------------------------------------------------------------------------

@@ -8,8 +8,8 @@ import pytest
 from groups import FIRST, A, B, C, SentBack, decisions, machine, notes, resumed, running, training
 
 from hpc_elastic.config.schema import LauncherSettings, RendezvousSettings
-from hpc_elastic.rendezvous.effects import JoinRequest
 from hpc_elastic.rendezvous.log_entry import RoundRules
+from hpc_elastic.rendezvous.messages import Join
 from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
 from hpc_elastic.rendezvous.task_recovery import LONGEST_WAIT, RequeueBackoff, longest_join_s
 from hpc_elastic.run.event_schema import LossReason
@@ -152,7 +152,7 @@ def test_a_run_that_trains_or_has_no_queue_waits_for_nothing_in_vain():
 def test_the_wait_of_a_node_counts_under_each_leader():
     """Else several leaders in turn would let it wait until its agent gives up, which fails."""
     m = machine(min_nodes=3, below_min_timeout_s=10.0)
-    m.join(A, 0.0, JoinRequest(4, waited_s=LONGEST_WAIT * 10.0 - 1.0))
+    m.join(A, 0.0, Join(4, waited_s=LONGEST_WAIT * 10.0 - 1.0))
     m.join(B, 0.0)
     assert decisions(m.tick(0.9)) == []
     (given,) = decisions(m.tick(1.1))
@@ -162,7 +162,7 @@ def test_the_wait_of_a_node_counts_under_each_leader():
 def test_a_spare_that_has_waited_under_earlier_leaders_goes_back():
     """The group has its max nodes; the time under this leader alone would not be too long."""
     m = training(A, B, max_nodes=2, below_min_timeout_s=10.0)
-    assert decisions(m.join(C, 5.0, JoinRequest(2, waited_s=20.0))) == [SentBack((C,), ANY)]
+    assert decisions(m.join(C, 5.0, Join(2, waited_s=20.0))) == [SentBack((C,), ANY)]
 
 
 def test_a_newcomer_waits_for_a_checkpoint_until_its_agent_would_give_up():

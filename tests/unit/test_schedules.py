@@ -10,6 +10,7 @@ from groups import failure, machine, running
 
 from hpc_elastic.rendezvous.effects import Announce, Effect, PublishResult, Send
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
+from hpc_elastic.rendezvous.messages import Stop
 from hpc_elastic.rendezvous.round_state import RoundPhase
 
 
@@ -34,7 +35,7 @@ class Schedule:
         """Follow the actions, and check the invariants."""
         for action in actions:
             match action:
-                case Send(agents, {"type": "stop"}):
+                case Send(agents, Stop()):
                     assert set(agents) <= self.in_round, "only members are stopped"
                     self.ready |= set(agents)
                     self.in_round -= set(agents)

@@ -6,6 +6,7 @@ from leaders import of, say, training
 
 from hpc_elastic.rendezvous.effects import Note
 from hpc_elastic.rendezvous.failure_policy import IN_A_ROW, Stragglers
+from hpc_elastic.rendezvous.messages import Heartbeat
 from hpc_elastic.rendezvous.run_status import status_of
 
 
@@ -74,6 +75,6 @@ def test_loads_in_heartbeats_lead_to_an_event_and_to_the_status():
     for number in range(1, 5):
         for rank, (agent, load_s) in enumerate(((A, 0.5), (B, 0.9))):
             progress = {"step": 3, "loads": [number, [[rank, load_s, 1.0]]]}
-            notes += of(say(leader, agent, "heartbeat", 2.0, progress=progress), Note)
+            notes += of(say(leader, agent, Heartbeat(progress=progress), 2.0), Note)
     assert [n.kind for n in notes] == ["straggler"]
     assert status_of(leader)["stragglers"] == [{"rank": 1, "host": B.host, "ratio": 1.8}]

@@ -24,8 +24,9 @@ from groups import (
 from hpc_elastic.config.parse import parse_nodes
 from hpc_elastic.config.schema import NodeRange
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.rendezvous.effects import Announce, JoinRequest, places
+from hpc_elastic.rendezvous.effects import Announce, places
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRules
+from hpc_elastic.rendezvous.messages import Join
 from hpc_elastic.rendezvous.replica_state import Placement, ReplicaState
 from hpc_elastic.rendezvous.round_state import RankAssignment, RoundPhase, nearest_units
 from hpc_elastic.slurm.environment import SlurmEnvironment
@@ -272,7 +273,7 @@ def resumed(*members: Agent, lost: dict[str, int]) -> ReplicaState:
 def test_each_unit_has_ranks_and_a_store_of_its_own():
     """The store of its first node."""
     store = ("10.0.0.3", 4711)
-    requests = {a: JoinRequest(1) for a in (A, B, D)} | {C: JoinRequest(1, store)}
+    requests = {a: Join(1) for a in (A, B, D)} | {C: Join(1, store)}
     entry = LogEntry(5, 1, FIRST.leader, round=2, members=(A, B, C, D))
     found = dict(places(Announce(entry, requests, {0: (A, B), 3: (C, D)})))
     assert [(found[a].group_rank, found[a].group_size) for a in (C, D)] == [(0, 2), (1, 2)]

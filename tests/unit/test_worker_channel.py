@@ -8,6 +8,7 @@ import pytest
 
 from hpc_elastic.agent.worker_channel import WorkerChannel, can_save_at
 from hpc_elastic.rendezvous.group_change import STRAGGLE_S
+from hpc_elastic.rendezvous.messages import CheckpointAnnounced, CheckpointWanted, Report, Vote
 from hpc_elastic.worker.shared_page import (
     CheckpointPoll,
     CheckpointRequest,
@@ -25,18 +26,15 @@ class Leader:
         self.answers: list[dict[str, Any]] = []
         self.wants = 0
 
-    def report_checkpoint(self, step: int, *, paused: int) -> None:
+    def report(self, report: Report) -> None:
         """Note it."""
-        self.told.append((step, paused))
-
-    def vote(self, number: int, **fields: Any) -> None:
-        """Note it."""
-        del fields["rate"]
-        self.answers.append({"number": number, **fields})
-
-    def want_checkpoint(self) -> None:
-        """Count it."""
-        self.wants += 1
+        match report:
+            case CheckpointAnnounced(step, paused):
+                self.told.append((step, paused))
+            case Vote(number, ok, passed):
+                self.answers.append({"number": number, "ok": ok, "passed": passed})
+            case CheckpointWanted():
+                self.wants += 1
 
 
 class Page:

@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,6 +33,7 @@ from hpc_elastic.agent.worker_failures import (
 from hpc_elastic.agent.worker_main import _enter, after_import, load_function, to_json
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rendezvous.log_entry import Failure, is_secondary
+from hpc_elastic.rendezvous.messages import Failed, pack
 from hpc_elastic.run.directory import Entry, RunDir
 from hpc_elastic.transport.auth import FrameSigner
 from hpc_elastic.worker.shared_page import DIRECTORY_VARIABLE, SharedPage
@@ -272,7 +274,7 @@ class Job:
         """Where the worker leaves its failure."""
         return WorkerFiles(self.folder, 1, 3)
 
-    def failure(self, exit_code: int) -> dict:
+    def failure(self, exit_code: int) -> Failure:
         """What the agent makes of it."""
         place = NodeIdentity("7_1", "node2", self.folder)
         return describe(EndedWorker(0, exit_code), self.files, place, self.page.read())
@@ -313,7 +315,7 @@ def test_a_script_may_clear_its_environment(job, fails):
     """Its value, and its failure, go where they would have gone."""
     done = job.worker("clear", [fails])
     assert done.returncode == int(fails), done.stderr
-    assert (job.failure(1)["message"] if fails else job.value()) == ("boom" if fails else "done")
+    assert (job.failure(1).message if fails else job.value()) == ("boom" if fails else "done")
 
 
 def test_output_that_can_not_be_written_ends_no_script(job):
@@ -338,10 +340,10 @@ def test_an_exception_is_reported_with_the_users_frames_only(job, name, exceptio
     """Class, message, if it has one, and traceback reach the report; our own frames do not."""
     done = job.worker(name, [0])
     failure = job.failure(done.returncode)
-    assert (failure["exception"], failure["message"]) == (exception, message)
-    assert (failure["rank"], failure["host"]) == (3, "node2")
-    assert f"in {name}" in failure["traceback"] and "worker.py" not in failure["traceback"]
-    assert failure["exit_code"] == 1 and failure["phase"] == "run"
+    assert (failure.exception, failure.message) == (exception, message)
+    assert (failure.rank, failure.host) == (3, "node2")
+    assert f"in {name}" in failure.traceback and "worker.py" not in failure.traceback
+    assert failure.exit_code == 1 and failure.phase == "run"
     assert message in done.stderr
 
 
@@ -367,7 +369,7 @@ def test_the_scripts_own_hook_sees_what_it_raised(job, fails):
     done = job.worker("hooked", [fails])
     assert (job.folder / "hooked").read_text() == "ValueError boom hooked"
     assert ("boom" in done.stderr, "of the hook" in done.stderr) == (fails, fails)
-    assert job.failure(done.returncode)["message"] == "boom"
+    assert job.failure(done.returncode).message == "boom"
 
 
 @pytest.mark.parametrize("start", ["spawn", "forkserver"])
@@ -390,13 +392,13 @@ def test_a_process_group_is_not_destroyed_while_the_script_holds_the_lock(job):
 def test_sys_exit_with_a_message_is_a_failure_with_that_message(job):
     """`sys.exit("why")` is how scripts give up."""
     done = job.worker("leave", [0])
-    assert done.returncode == 1 and "no data here" in job.failure(1)["message"]
+    assert done.returncode == 1 and "no data here" in job.failure(1).message
 
 
 def test_a_signal_is_reported_by_name(job):
     """A crash leaves no exception: the signal is named."""
     failure = job.failure(job.worker("crash", [0]).returncode)
-    assert (failure["signal"], failure["exit_code"]) == ("SIGSEGV", None)
+    assert (failure.signal, failure.exit_code) == ("SIGSEGV", None)
 
 
 @pytest.mark.parametrize("letter", ["a", "\u00e4", "\U0001f600"])
@@ -411,8 +413,8 @@ def test_a_report_of_a_large_node_fits_into_one_frame(tmp_path, letter):
         files.error.write_text(json.dumps({"hpc_elastic": told}))
         found.append(describe(EndedWorker(0, 1), files, place))
     report = earliest(found)
-    assert report and [f["rank"] for f in report] == list(range(len(report)))
-    FrameSigner(b"key", "client").seal({"type": "failed", "round": 1, "failures": report})
+    assert report and [f.rank for f in report] == list(range(len(report)))
+    FrameSigner(b"key", "client").seal(pack(Failed(report), time.time()))
 
 
 SCRIPTS = {
@@ -431,7 +433,7 @@ def test_a_missing_module_is_an_import_failure(job):
     """What fails before the function is entered is marked so."""
     job.script.write_text("import nosuchmodule\n")
     failure = job.failure(job.worker("add", [1, 2]).returncode)
-    assert failure["phase"] == "import" and "nosuchmodule" in failure["message"]
+    assert failure.phase == "import" and "nosuchmodule" in failure.message
 
 
 @pytest.mark.parametrize(
@@ -462,7 +464,7 @@ def test_an_import_that_fails_before_the_first_step_is_an_import_failure(job, na
         (job.folder / script).write_text(text)
     args = [str(a).replace("{python}", sys.executable) if isinstance(a, str) else a for a in args]
     done = job.worker(name, args, sys_path=[str(job.folder)])
-    assert done.returncode and job.failure(done.returncode)["phase"] == phase, done.stderr
+    assert done.returncode and job.failure(done.returncode).phase == phase, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -481,11 +483,11 @@ def test_an_exit_is_told_as_what_it_is(job, name, args, exit_code, how):
     done = job.worker(name, args)
     assert done.returncode == exit_code, done.stderr
     failure = job.failure(exit_code)
-    assert (failure["message"], failure["exception"]) == (how, None)
+    assert (failure.message, failure.exception) == (how, None)
     assert not job.page.read().returned
-    assert ("return from the function" in (failure["remedy"] or "")) is (exit_code == 0)
+    assert ("return from the function" in (failure.remedy or "")) is (exit_code == 0)
     if name == "exit_with":
-        assert told_exit_code(job.files) == exit_code and "in exit_with" in failure["traceback"]
+        assert told_exit_code(job.files) == exit_code and "in exit_with" in failure.traceback
 
 
 @pytest.mark.parametrize("name", ["exit_in_thread", "fork_and_return"])
@@ -500,16 +502,15 @@ def test_an_exit_because_of_a_lost_peer_is_a_consequence(job):
     """Many scripts catch an error of a collective, and exit."""
     done = job.worker("exit_after_peer", [])
     failure = job.failure(done.returncode)
-    assert failure["message"].endswith("while it handled RuntimeError: Connection closed by peer "
+    assert failure.message.endswith("while it handled RuntimeError: Connection closed by peer "
                                        "[10.0.0.1]")  # fmt: skip
-    fields = {name: value for name, value in failure.items() if name != "age_s"}
-    assert is_secondary(Failure(time=0.0, **fields))
+    assert is_secondary(failure)
 
 
 def test_a_step_that_is_known_is_told(job):
     """It helps to find the place."""
     job.page.report(5, None, None)
-    assert job.failure(0)["message"] == "exited with code 0 at step 5 before its function returned"
+    assert job.failure(0).message == "exited with code 0 at step 5 before its function returned"
 
 
 def test_a_function_that_is_not_there_is_named(job):
@@ -584,7 +585,7 @@ def test_a_loss_that_is_no_number_may_end_the_run(job):
     done = job.worker("loses", [True], on_bad_loss="stop")
     assert done.returncode == 1
     failure = job.failure(1)
-    assert failure["phase"] == "final" and "the loss is nan at step 2" in failure["message"]
+    assert failure.phase == "final" and "the loss is nan at step 2" in failure.message
 
 
 @pytest.mark.parametrize(
@@ -601,8 +602,8 @@ def test_a_worker_without_a_group_is_an_error_if_the_run_wants_that(job):
     """No other try is made."""
     done = job.worker("trains", ["alone"], env={"WORLD_SIZE": "2"}, require_group=True)
     failure = job.failure(1)
-    assert done.returncode == 1 and failure["phase"] == "final"
-    assert "init_process_group" in failure["message"]
+    assert done.returncode == 1 and failure.phase == "final"
+    assert "init_process_group" in failure.message
 
 
 def test_a_script_may_host_a_store_of_its_own_on_rank_0(job):
@@ -652,7 +653,7 @@ def test_a_worker_may_be_ended_by_a_signal_without_a_name(tmp_path):
     told = describe(
         EndedWorker(0, -40), WorkerFiles(tmp_path, 1, 0), NodeIdentity("7_1", "node2", tmp_path)
     )
-    assert (told["signal"], told["message"]) == ("signal 40", "ended by signal 40")
+    assert (told.signal, told.message) == ("signal 40", "ended by signal 40")
 
 
 @pytest.fixture

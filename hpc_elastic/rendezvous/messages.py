@@ -1,0 +1,514 @@
+"""The messages between the agents of a run and its leader, and their JSON form (pure).
+
+A message is a frame of an authenticated connection (`transport.connection`): a JSON object with the
+``type`` that `TO_LEADER` or `TO_AGENT` names, and the fields of its class. A type or a field of
+another version is ignored; a message without one of its fields is malformed. Clocks of nodes may
+differ, so a time in a failure or in the state of a rank is sent as its age, ``age_s``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import Field, asdict, dataclass, field, fields
+from typing import Any, TypeVar
+
+from hpc_elastic.ft import messages as ft_messages
+from hpc_elastic.rendezvous.log_entry import Failure, RunEnding, of_known
+from hpc_elastic.step_agreement import StepVote
+from hpc_elastic.worker.shared_page import CheckpointRequest
+
+Json = dict[str, Any]
+Address = tuple[str, int]
+"""Of a port: an IP address, and the number."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message; see `pack` and `unpack`."""
+
+
+def _part(
+    read: Callable[[Any, float], Any], write: Callable[[Any, float], Any] | None = None
+) -> dict[str, Any]:
+    """Return the metadata of a field with another JSON form; both are given the Unix time."""
+    return {"read": read, "write": write}
+
+
+_LEFT_OUT: dict[str, Any] = {"is_left_out": True}
+"""Metadata of a field that is not sent where it has its default."""
+
+
+def _address(raw: Any) -> Address:
+    address, port = raw
+    return str(address), int(port)
+
+
+def _addresses(raw: Any, now: float) -> tuple[Address, ...]:
+    return tuple(map(_address, raw))
+
+
+def _ages(items: Iterable[Any], now: float) -> list[Json]:
+    packed = [asdict(item) for item in items]
+    for item in packed:
+        item["age_s"] = now - item.pop("time")
+    return packed
+
+
+def _of_ages(kind: type[T]) -> Callable[[Any, float], tuple[T, ...]]:
+    def read(raw: Any, now: float) -> tuple[T, ...]:
+        return tuple(of_known(kind, {**item, "time": now - float(item["age_s"])}) for item in raw)
+
+    return read
+
+
+# ---- the state in which ranks are found, and a place in a round
+
+
+@dataclass(frozen=True)
+class RankState:
+    """The state in which a rank was found.
+
+    Attributes:
+        rank: Its global rank.
+        local_rank: Its rank on its node.
+        state: ``stands``: its stack did not change; ``moves``: it did; ``busy``, ``done``: see
+            `hang_diagnosis`; ``stopped``: by a signal, as SIGSTOP; ``silent``: it cannot be
+            inspected.
+        place: Its innermost frame of the user's own code, ``file:line in function``; a few words if
+            the process has none or is out of reach.
+        waits_in: The collective, or similar call, that it is in; None if none is known.
+        stack: Path of the file with its stacks.
+        time: Unix seconds of its last sign of life.
+        collectives: The last one that it has enqueued in each group of NCCL, by the group's name:
+            its number, its name, and whether it is done.
+        gpus_fail: Whether nvidia-smi hangs or fails on its node.
+    """
+
+    rank: int
+    local_rank: int
+    state: str
+    place: str
+    waits_in: str | None = None
+    stack: str | None = None
+    time: float = 0.0
+    collectives: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    gpus_fail: bool = False
+
+    @property
+    def awaited(self) -> dict[str, int]:
+        """The number of the collective that it waits for, by group."""
+        return {group: n for group, (n, _, is_done) in self.collectives.items() if not is_done}
+
+    @property
+    def where(self) -> str:
+        """Its place as text."""
+        at = f"in {self.waits_in} ({self.place})" if self.waits_in else f"at {self.place}"
+        if self.gpus_fail:
+            at += ", and nvidia-smi fails on its node"
+        for group in self.awaited:
+            number, name, _ = self.collectives[group]
+            return f"{at}, where {name} {number} of group {group} is not done"
+        return at
+
+
+@dataclass(frozen=True)
+class RoundInfo:
+    """One member's place in a closed round, as it is sent: of the same size in any group."""
+
+    number: int
+    index: int
+    """The index of the entry that closed it: the group's fencing token."""
+    restarts: int
+    group_rank: int
+    group_size: int
+    """Nodes in the group."""
+    first_rank: int
+    """Global rank of this node's first worker."""
+    world_size: int
+    """Workers in the group."""
+    store: Address = ("", 0)
+    """Address and port of the store of the group."""
+    replica: int = 0
+    """Number of the replica that the group is, below the most that the run may have."""
+    throughputs: str = ""
+    """Of the workers, if they differ (`data.batch.encode_throughputs`): one part for each pool."""
+    hosts: str = ""
+    """The nodes by group rank, as Slurm's node list."""
+    workers: str = ""
+    """The number of workers on each, as in SLURM_TASKS_PER_NODE."""
+
+
+# ---- in both directions
+
+
+@dataclass(frozen=True)
+class Heartbeat(Message):
+    """The sender is alive; an agent adds the progress of its workers."""
+
+    progress: Json | None = field(default=None, metadata=_LEFT_OUT)
+
+
+@dataclass(frozen=True)
+class QuorumMessage(Message):
+    """A message between a replica and the lighthouse (`hpc_elastic.ft.messages`)."""
+
+    message: ft_messages.Message = field(
+        metadata=_part(
+            lambda raw, now: ft_messages.unpack(raw), lambda message, now: ft_messages.pack(message)
+        )
+    )
+
+
+# ---- from an agent to the leader
+
+
+@dataclass(frozen=True)
+class Join(Message):
+    """A request for a place in the next round.
+
+    Attributes:
+        request: Its number: an agent may join again before it is answered.
+        store: Address and port of a fresh store, for the case that the agent is the first of a
+            replica.
+        waited_s: How long it has waited already, under earlier leaders or without one.
+        probes: Where it accepts the probes of others (`reachability`).
+        versions: Of Python and packages on its node.
+    """
+
+    request: int
+    store: Address = field(default=("", 0), metadata=_part(lambda raw, now: _address(raw)))
+    waited_s: float = 0.0
+    probes: Sequence[Address] = field(default=(), metadata=_LEFT_OUT | _part(_addresses))
+    versions: str = field(default="", metadata=_LEFT_OUT)
+
+
+@dataclass(frozen=True)
+class Reattach(Message):
+    """Its workers go on in the replica that an earlier leader has placed.
+
+    Attributes:
+        index: Index of the entry that placed them.
+        number: Number of their round.
+        replica: Number of their replica.
+        probes, versions: As in `Join`.
+    """
+
+    index: int
+    number: int
+    replica: int
+    probes: Sequence[Address] = field(default=(), metadata=_LEFT_OUT | _part(_addresses))
+    versions: str = field(default="", metadata=_LEFT_OUT)
+
+
+@dataclass(frozen=True)
+class Leave(Message):
+    """It leaves the run by itself."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Notice(Message):
+    """Its node is to be left within ``left_s``."""
+
+    reason: str
+    left_s: float
+
+
+@dataclass(frozen=True)
+class NoticeConfirmed(Message):
+    """It has taken in the leader's `NoticeRequest`."""
+
+
+@dataclass(frozen=True)
+class Probed(Message):
+    """The answer to a `Probe`: the tasks that it does not reach."""
+
+    number: int
+    failed: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Report(Message):
+    """A report about the round whose entry has this index."""
+
+    index: int = field(default=0, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Close(Report):
+    """End the run for all agents."""
+
+
+@dataclass(frozen=True)
+class Finished(Report):
+    """All workers of the agent have returned."""
+
+
+@dataclass(frozen=True)
+class Failed(Report):
+    """Workers of the agent have failed; it has stopped the others."""
+
+    failures: Sequence[Failure] = field(metadata=_part(_of_ages(Failure), _ages))
+
+
+@dataclass(frozen=True)
+class CheckpointAnnounced(Report):
+    """All workers of the agent have announced the checkpoint of a step.
+
+    Attributes:
+        step: The optimizer step that the checkpoint holds.
+        paused: Number of the request for which some workers pause there; 0 if none does.
+    """
+
+    step: int
+    paused: int
+
+
+@dataclass(frozen=True)
+class CheckpointWanted(Report):
+    """A worker requests that all ranks save at one step soon."""
+
+
+@dataclass(frozen=True)
+class Vote(Report):
+    """A vote on a request, and another one when all workers have passed a confirmed step.
+
+    Attributes:
+        number: Number of the request.
+        ok: Each worker of the node is before the step, or waits there.
+        passed: The largest step that a worker has published; in the second vote the smallest.
+            None: no worker has called `should_checkpoint` yet.
+        rate: Steps per second, at least 0.
+    """
+
+    number: int
+    ok: bool
+    passed: int | None
+    rate: float
+
+    @property
+    def vote(self) -> StepVote:
+        """The vote."""
+        return StepVote(self.number, self.ok, self.passed, self.rate)
+
+
+@dataclass(frozen=True)
+class Stall(Report):
+    """Workers make no step.
+
+    Attributes:
+        stalled_s: Seconds without a step.
+        limit_s: The limit that this exceeds.
+        assumed: Whether the limit is neither set nor measured (`agent.hang_watch`).
+    """
+
+    stalled_s: float
+    limit_s: float
+    assumed: bool = False
+
+
+@dataclass(frozen=True)
+class Stacks(Report):
+    """The answer to a `StacksRequest`: the states of the agent's ranks."""
+
+    number: int
+    ranks: Sequence[RankState] = field(metadata=_part(_of_ages(RankState), _ages))
+
+
+# ---- from the leader to an agent
+
+
+@dataclass(frozen=True)
+class Round(Message):
+    """A place in a closed round, in answer to the request of this number."""
+
+    request: int
+    place: RoundInfo
+
+
+@dataclass(frozen=True)
+class Stop(Message):
+    """Stop the workers, and join again."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class CheckpointRequested(Message):
+    """The present request to all workers of the round; None: there is none any more."""
+
+    request: CheckpointRequest | None = field(
+        metadata=_part(
+            lambda raw, now: None if raw is None else CheckpointRequest(**raw),
+            lambda request, now: None if request is None else asdict(request),
+        )
+    )
+
+
+@dataclass(frozen=True)
+class StacksRequest(Message):
+    """Send the stacks of the workers (`hang_diagnosis`)."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Probe(Message):
+    """Connect to ports of other agents; answer with `Probed`.
+
+    Attributes:
+        number: Number of the leader's query.
+        peers: The ports by task: all of them must be reached.
+    """
+
+    number: int
+    peers: Mapping[str, Sequence[Address]] = field(
+        metadata=_part(
+            lambda raw, now: {str(task): _addresses(ports, now) for task, ports in raw.items()}
+        )
+    )
+
+
+@dataclass(frozen=True)
+class NoticeRequest(Message):
+    """Leave the node within ``left_s``: a user or an operator asks for it."""
+
+    left_s: float
+
+
+@dataclass(frozen=True)
+class End(Message):
+    """The run has ended."""
+
+    status: str
+    failure: str | None
+
+    @classmethod
+    def of(cls, ending: RunEnding) -> End:
+        """Return the message about an ending."""
+        return cls(ending.status, ending.summary)
+
+
+OLDER_ATTEMPT = End("superseded", "its task has started again")
+"""To an agent of a task whose next attempt has joined."""
+
+
+@dataclass(frozen=True)
+class Requeue(Message):
+    """Go back to the queue, and do not start again for ``delay_s``."""
+
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class Waiting(Message):
+    """What the next round waits for, for people."""
+
+    text: str
+
+
+# ---- within an agent
+
+
+@dataclass(frozen=True)
+class Departed(Message):
+    """This node has left the run because of its notice; the agent must still stop its workers."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class LeaveRequest(Message):
+    """A notice of this node, from any source.
+
+    Attributes:
+        reason: A few words.
+        left_s: Seconds that were left when the notice arrived.
+        deadline: The end of that time in monotonic seconds.
+    """
+
+    reason: str
+    left_s: float
+    deadline: float
+
+
+# ---- the JSON form
+
+
+TO_LEADER: Mapping[str, type[Message]] = {
+    "join": Join, "reattach": Reattach, "failed": Failed, "finished": Finished,
+    "checkpoint": CheckpointAnnounced, "request_checkpoint": CheckpointWanted, "step_vote": Vote,
+    "stalled": Stall, "stacks": Stacks, "notice": Notice, "noticed": NoticeConfirmed,
+    "leave": Leave, "close": Close, "probed": Probed, "ft": QuorumMessage, "heartbeat": Heartbeat,
+}  # fmt: skip
+TO_AGENT: Mapping[str, type[Message]] = {
+    "round": Round, "stop": Stop, "checkpoint_request": CheckpointRequested,
+    "stacks": StacksRequest, "notice": NoticeRequest, "end": End, "requeue": Requeue,
+    "waiting": Waiting, "probe": Probe, "ft": QuorumMessage, "heartbeat": Heartbeat,
+}  # fmt: skip
+
+_NAMES = {kind: name for types in (TO_LEADER, TO_AGENT) for name, kind in types.items()}
+_READ: Mapping[str, Callable[[Any], Any]] = {
+    "int": int, "float": float, "str": str, "bool": bool,
+    "int | None": lambda raw: None if raw is None else int(raw),
+    "str | None": lambda raw: None if raw is None else str(raw),
+}  # fmt: skip
+
+
+def pack(message: Message, now: float) -> Json:
+    """Return a message as a JSON object; ``now``: Unix seconds of this node's clock."""
+    kind = type(message)
+    packed = {"type": _NAMES[kind]}
+    if isinstance(message, Round):
+        return {**packed, "request": message.request, **vars(message.place)}
+    packed.update(vars(message))
+    for name, write, is_left_out, default in _WRITERS[kind]:
+        if is_left_out and packed[name] == default:
+            del packed[name]
+        elif write is not None:
+            packed[name] = write(packed[name], now)
+    return packed
+
+
+def unpack(raw: Json, types: Mapping[str, type[Message]], now: float) -> Message | None:
+    """Return the message in a JSON object; None if its type is of another version.
+
+    Args:
+        raw: The object.
+        types: `TO_LEADER` or `TO_AGENT`.
+        now: Unix seconds of this node's clock.
+
+    Raises:
+        ValueError: It is malformed: the peer is no agent of a run.
+    """
+    kind = types.get(str(raw.get("type")))
+    if kind is None:
+        return None
+    try:
+        if kind is Round:
+            place = of_known(RoundInfo, {**raw, "store": _address(raw["store"])})
+            return Round(int(raw["request"]), place)
+        return kind(**{n: read(raw[n], now) for n, read in _READERS[kind] if n in raw})
+    except (TypeError, KeyError, AttributeError) as e:
+        raise ValueError(f"malformed message {raw['type']!r}: {e}") from e
+
+
+def _reader(of: Field[Any]) -> Callable[[Any, float], Any]:
+    if "read" in of.metadata:
+        read: Callable[[Any, float], Any] = of.metadata["read"]
+        return read
+    convert = _READ.get(str(of.type))
+    return lambda raw, now: raw if convert is None else convert(raw)
+
+
+_READERS = {kind: [(f.name, _reader(f)) for f in fields(kind)] for kind in _NAMES}
+_WRITERS = {
+    kind: [
+        (f.name, f.metadata.get("write"), "is_left_out" in f.metadata, f.default)
+        for f in fields(kind)
+        if f.metadata
+    ]
+    for kind in _NAMES
+}

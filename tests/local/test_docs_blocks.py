@@ -121,7 +121,7 @@ NOT_RUN = {
     ("../tools/slurm_sandbox/README.md", 1): "needs root; tests/slurm has its calls",
     ("../tools/slurm_sandbox/README.md", 2): "needs root; tests/slurm has its calls",
 }
-"""Blocks that are only compiled, and their imports checked (tests/unit/test_docs.py)."""
+"""Blocks that are only compiled, and their imports checked (tests/check_pages.py)."""
 
 LONG = {("howto/test-preemptions.md", 1)}
 """Blocks that are whole tests, run where HPC_ELASTIC_LONG=1."""
@@ -276,7 +276,7 @@ def check_line(page: str, line: str, folder: Path) -> None:
     """Check a line of a shell."""
     line = re.sub(r"\s#.*", "", line)
     if line.startswith("eval ") or "$(" in line:
-        return  # shells' own; tests/unit/test_docs.py looks into them
+        return  # shells' own; tests/check_pages.py looks into them
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     commands: list[list[str]] = [[]]

@@ -1,61 +1,18 @@
-"""What the documentation says exists: commands, flags, settings, names, files."""
+"""What the documentation says is complete, and what `tests/check_pages.py` looks up."""
 
-import ast
 import importlib
-import itertools
 import re
-import shlex
 import sys
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
-from typing import get_type_hints
 
-import click
 import pytest
-from omegaconf import OmegaConf
 
-from doc_pages import FENCED, NAMES, ROOT, blocks, typed_lines
-from hpc_elastic.cli.main import program
-from hpc_elastic.config.schema import LocalSettings, SlurmSettings
+from check_pages import KEYS, LOOPS, commands
+from doc_pages import ROOT
 from hpc_elastic.run import directory
-from slurm_sandbox import cli as sandbox_cli
 
 sys.path.append(str(ROOT / "docs"))
 
 from generate import cli_page, settings_page
-
-_INLINE = re.compile(r"`([^`\n]+)`")
-_FOLDERS = ("scripts", "tests", "benchmarks", "docs", "examples", "tools")
-
-
-def commands(text: str) -> list[list[str]]:
-    """Every command line: behind a prompt, in a script, or between backticks in a sentence."""
-    typed = [line for body in blocks(text, "console") for line in typed_lines(body)]
-    typed += [line for body in blocks(text, "bash") for line in body.splitlines()]
-    found = []
-    for line in [*typed, *_INLINE.findall(FENCED.sub("", text))]:
-        for part in re.split(r"\$\(|&&|\||;", re.sub(r"\s#.*", "", line)):
-            try:
-                words = shlex.split(part.rstrip(')" &'))
-            except ValueError:  # the half of a quotation
-                continue
-            if words:
-                found.append(words)
-    return found
-
-
-def keys(cls: type, path: str = "launcher") -> Iterator[str]:
-    """Every key of a group of settings, and of the groups in it."""
-    hints = get_type_hints(cls)
-    for field in fields(cls):
-        yield f"{path}.{field.name}"
-        if is_dataclass(inner := hints[field.name]):
-            yield from keys(inner, f"{path}.{field.name}")
-
-
-KEYS = {*keys(SlurmSettings), *keys(LocalSettings)}
-OF_THE_RUN = {"nodes", "nproc_per_node", "ft", "launcher"}
-SCRIPTS = {"train.py", *(str(path.relative_to(ROOT)) for path in ROOT.glob("examples/**/*.py"))}
 
 
 def test_commands_are_found():
@@ -78,78 +35,23 @@ output, which is no command
     assert {"doctor", "status", "events", "cancel", "resume"} <= of_tutorial
 
 
-def before_command(words: list[str]) -> list[str]:
-    """Return the settings of `hpc-elastic run`; the command follows behind ``--``."""
-    return [w for w in itertools.takewhile(lambda w: w != "--", words[2:]) if w.startswith("--")]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_commands_exist_with_their_flags(name):
-    """`hpc-elastic ...` in every page."""
-    for words in commands((ROOT / name).read_text()):
-        if words[0] != "hpc-elastic" or len(words) == 1 or words[1].startswith("-"):
-            continue
-        if words[1] == "run":
-            given = {word.removeprefix("--").replace("-", "_") for word in before_command(words)}
-            assert given <= {*OF_THE_RUN, *(key.removeprefix("launcher.") for key in KEYS)}, words
-            continue
-        command = program.get_command(click.Context(program), words[1])
-        assert command is not None, words
-        flags = [(*parameter.opts, *parameter.secondary_opts) for parameter in command.params]
-        known = {"--help", "-h"}.union(*flags)
-        given = {word.partition("=")[0] for word in words[2:] if re.match(r"--?[a-z]", word)}
-        assert given <= known, words
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_settings_exist(name):
-    """`launcher.key` in every page, and what the example scripts are started with."""
-    text = (ROOT / name).read_text()
-    refused = set(re.findall(r"^(launcher\.[\w.]+)=.*: no such key", text, re.MULTILINE))
-    for key in re.findall(r"(?<![\w./])launcher\.[a-z_]+(?:\.[a-z_]+)*", text):
-        group = ".".join(key.split(".")[:2])
-        assert key in KEYS | refused or group in ("launcher.sbatch", "launcher.env"), key
-    for words in commands(text):
-        script = next((w for w in words if w in SCRIPTS), None)
-        if script is None or words[0] == "srun" or "\n$ cd " in text:
-            continue  # test_docs_blocks.py composes the config of a folder that a page enters
-        known = OmegaConf.to_container(OmegaConf.load(ROOT / script.replace(".py", ".yaml")))
-        for word in words[words.index(script) + 1 :]:
-            key, given, _ = word.lstrip("+").partition("=")
-            allowed = (
-                key in known or key in OF_THE_RUN or key in KEYS or re.match(r"hydra[./]", key)
-            )
-            assert allowed or not given, word
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_python_compiles_and_imports(name):
-    """Every block of Python is valid, and what it imports from here is there."""
-    for body in blocks((ROOT / name).read_text(), "python"):
-        for node in ast.walk(ast.parse(body)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hpc_elastic"):
-                module = importlib.import_module(str(node.module))
-                for alias in node.names:
-                    assert hasattr(module, alias.name), f"{node.module}.{alias.name}"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_files_exist(name):
-    """Paths of this clone in commands and between backticks."""
-    for words in commands((ROOT / name).read_text()):
-        for word in words:
-            path = word.removeprefix("./").rstrip(":,")
-            if path.split("/")[0] in _FOLDERS and re.fullmatch(r"[\w./-]+/[\w./-]+", path):
-                assert (ROOT / path).exists() or (ROOT / f"{path}.py").exists(), word
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_sandbox_commands_exist(name):
-    """`scripts/slurm_sandbox.py ...` and `slurm-sandbox ...` are parsed by their own parser."""
-    for words in commands((ROOT / name).read_text()):
-        if words[0].endswith(("slurm_sandbox.py", "slurm-sandbox")) and len(words) > 1:
-            help_only = words[1] == "--help"
-            assert help_only or sandbox_cli.parser().parse_args(words[1:]), words
+@pytest.mark.parametrize(
+    ("text", "unknown"),
+    [
+        ("`hpc-elastic statuses RUN`", "statuses"),
+        ("`hpc-elastic status --colour`", "--colour"),
+        ("`hpc-elastic run --node=4 -- python x.py`", "node"),
+        ("a key, launcher.agent.cold", "launcher.agent.cold"),
+        ("`python train.py nodez=4`", "nodez=4"),
+        ("```python\nfrom hpc_elastic import reports\n```", "hpc_elastic.reports"),
+        ("```python\nfrom hpc_elastic import\n```", "invalid syntax"),
+        ("`tests/unit/test_nothing.py`", "tests/unit/test_nothing.py"),
+        ("`slurm-sandbox upwards`", "slurm-sandbox upwards"),
+    ],
+)
+def test_what_is_not_there_is_found(text, unknown):
+    """By one of the loops, and by its name."""
+    assert [unknown in found for loop in LOOPS for found in loop(text)] == [True]
 
 
 @pytest.mark.parametrize(("name", "page"), [("settings", settings_page), ("cli", cli_page)])

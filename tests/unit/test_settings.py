@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from pathlib import Path
 
 import pytest
@@ -36,43 +37,44 @@ def refusal(config, **kwargs):
     return caught.value
 
 
-@pytest.mark.parametrize("low", range(1, 100))
-def test_every_unquoted_range_in_yaml_is_understood_or_refused_with_its_spelling(low):
+def test_every_unquoted_range_in_yaml_is_understood_or_refused_with_its_spelling():
     """No `nodes: a:b` of a YAML file ever becomes a count of nodes."""
-    for high in range(1, 100):
+    wrong = []
+    for low, high in itertools.product(range(1, 100), repeat=2):
         value = OmegaConf.create(f"nodes: {low}:{high}").nodes
         try:
-            nodes = parse_nodes(value, from_yaml=True)
+            is_right = parse_nodes(value, from_yaml=True) == NodeRange(low, high)
         except ConfigError as e:
             smaller, larger = sorted((low, high))
-            assert f"nodes: '{smaller}:{larger}'" in str(e)
-            assert low > high or isinstance(value, int)
-        else:
-            assert nodes == NodeRange(low, high)
+            is_right = f"nodes: '{smaller}:{larger}'" in str(e)
+            is_right &= low > high or isinstance(value, int)
+        if not is_right:
+            wrong.append((low, high))
+    assert wrong == []
 
 
-@pytest.mark.parametrize("low", range(1, 100))
-def test_every_quoted_range_in_yaml_is_understood(low):
+def test_every_quoted_range_in_yaml_is_understood():
     """`nodes: 'a:b'` is that range, whatever the numbers are."""
-    for high in range(low, 100):
+    wrong = []
+    for low, high in itertools.combinations_with_replacement(range(1, 100), 2):
         value = OmegaConf.create(f"nodes: '{low}:{high}'").nodes
-        assert parse_nodes(value, from_yaml=True) == NodeRange(low, high)
+        if parse_nodes(value, from_yaml=True) != NodeRange(low, high):
+            wrong.append((low, high))
+    assert wrong == []
 
 
-@pytest.mark.parametrize(
-    ("value", "from_yaml", "nodes"),
-    [
+def test_forms_of_nodes(subtests):
+    """A count or a range, as a number or as a text."""
+    for value, from_yaml, nodes in [
         *[(number, True, NodeRange(number, number)) for number in (1, 60, 120)],
         *[(str(number), True, NodeRange(number, number)) for number in (4, 76)],
         (76, False, NodeRange(76, 76)),
         ("1:16", True, NodeRange(1, 16)),
         ("01:16", True, NodeRange(1, 16)),
         (" 4:4 ", False, NodeRange(4, 4)),
-    ],
-)
-def test_forms_of_nodes(value, from_yaml, nodes):
-    """A count or a range, as a number or as a text."""
-    assert parse_nodes(value, from_yaml=from_yaml) == nodes
+    ]:
+        with subtests.test(value=value, from_yaml=from_yaml):
+            assert parse_nodes(value, from_yaml=from_yaml) == nodes
 
 
 @pytest.mark.parametrize(
@@ -98,35 +100,31 @@ def test_both_readings_of_an_ambiguous_number_are_spelled_out():
     assert "nodes: '76'" in message
 
 
-@pytest.mark.parametrize(
-    ("written", "spelling", "minutes"),
-    [
+def test_an_unquoted_clock_time_in_yaml_is_refused_with_both_readings(subtests):
+    """`time: 24:00:00` is 86400 for YAML, which may as well be minutes."""
+    for written, spelling, minutes in [
         ("24:00:00", "'24:00:00'", "'86400'"),
         ("1:30", "'1:30'", "'90'"),
         ("1:00:05", "'1:00:05'", "'3605'"),
         ("1:00", "'1:00'", "'60'"),
         ("1440", "'24:00'", "'1440'"),
-    ],
-)
-def test_an_unquoted_clock_time_in_yaml_is_refused_with_both_readings(written, spelling, minutes):
-    """`time: 24:00:00` is 86400 for YAML, which may as well be minutes."""
-    launcher = OmegaConf.to_container(OmegaConf.create(f"time: {written}"))
-    message = str(refusal(slurm(**launcher)))
-    assert message.startswith("launcher.time=")
-    assert f"time: {spelling}" in message
-    assert f"time: {minutes}" in message
+    ]:
+        with subtests.test(written=written, spelling=spelling):
+            launcher = OmegaConf.to_container(OmegaConf.create(f"time: {written}"))
+            message = str(refusal(slurm(**launcher)))
+            assert message.startswith("launcher.time=")
+            assert f"time: {spelling}" in message
+            assert f"time: {minutes}" in message
 
 
-@pytest.mark.parametrize(
-    ("value", "time"),
-    [
+def test_forms_of_time(subtests):
+    """Every form of sbatch --time."""
+    for value, time in [
         *[(30, "30"), ("unlimited", "UNLIMITED")],
         *[(t, t) for t in ("90", "01:30", "24:00:00", "1-12", "1-12:30", "0-00:00:30")],
-    ],
-)
-def test_forms_of_time(value, time):
-    """Every form of sbatch --time."""
-    assert parse_time(value, from_yaml=True) == time
+    ]:
+        with subtests.test(value=value, time=time):
+            assert parse_time(value, from_yaml=True) == time
 
 
 def test_a_number_on_the_command_line_is_minutes():
@@ -135,26 +133,25 @@ def test_a_number_on_the_command_line_is_minutes():
     assert settings.launcher.time == "90"
 
 
-@pytest.mark.parametrize("value", [0, -5, "0:00", "1:75", "1:2:3:4", "soon", 1.5, True, "", [1]])
-def test_what_time_may_not_be(value):
+def test_what_time_may_not_be(subtests):
     """Anything else is refused, and the forms are listed."""
-    with pytest.raises(ConfigError, match="HH:MM:SS"):
-        parse_time(value, from_yaml=False)
+    for value in [0, -5, "0:00", "1:75", "1:2:3:4", "soon", 1.5, True, "", [1]]:
+        with subtests.test(value=value), pytest.raises(ConfigError, match="HH:MM:SS"):
+            parse_time(value, from_yaml=False)
 
 
-@pytest.mark.parametrize(
-    ("value", "nproc"), [(1, 1), ("8", 8), ("auto", "auto"), ("gpu", "gpu"), ("cpu", "cpu")]
-)
-def test_forms_of_nproc_per_node(value, nproc):
+def test_forms_of_nproc_per_node(subtests):
     """A count, or what is counted on the node."""
-    assert parse_nproc(value) == nproc
+    for value, nproc in [(1, 1), ("8", 8), ("auto", "auto"), ("gpu", "gpu"), ("cpu", "cpu")]:
+        with subtests.test(value=value, nproc=nproc):
+            assert parse_nproc(value) == nproc
 
 
-@pytest.mark.parametrize("value", [0, -1, "gpus", 1.5, True, None, ""])
-def test_what_nproc_per_node_may_not_be(value):
+def test_what_nproc_per_node_may_not_be(subtests):
     """Anything else is refused, and the words are listed."""
-    with pytest.raises(ConfigError, match="auto, gpu or cpu"):
-        parse_nproc(value)
+    for value in [0, -1, "gpus", 1.5, True, None, ""]:
+        with subtests.test(value=value), pytest.raises(ConfigError, match="auto, gpu or cpu"):
+            parse_nproc(value)
 
 
 def test_a_near_miss_of_nproc_per_node_is_named():
@@ -163,19 +160,20 @@ def test_a_near_miss_of_nproc_per_node_is_named():
         parse_nproc("gpus")
 
 
-@pytest.mark.parametrize("nothing", [None, "???"])
-def test_what_is_not_given_takes_its_default(nothing):
+def test_what_is_not_given_takes_its_default(subtests):
     """One node, as many workers as it has devices, and the dataclasses' own defaults."""
-    config = {
-        "nodes": nothing,
-        "nproc_per_node": nothing,
-        "launcher": {
-            "backend": "slurm",
-            "partition": "???",
-            "rendezvous": {"heartbeat_interval_s": "???"},
-        },
-    }
-    assert resolve(config) == RunSettings(NodeRange(1, 1), "auto", SlurmSettings())
+    for nothing in [None, "???"]:
+        with subtests.test(nothing=nothing):
+            config = {
+                "nodes": nothing,
+                "nproc_per_node": nothing,
+                "launcher": {
+                    "backend": "slurm",
+                    "partition": "???",
+                    "rendezvous": {"heartbeat_interval_s": "???"},
+                },
+            }
+            assert resolve(config) == RunSettings(NodeRange(1, 1), "auto", SlurmSettings())
 
 
 def test_settings_resolve_from_their_own_config():
@@ -194,16 +192,18 @@ def test_settings_resolve_from_their_own_config():
     assert resolve(resolve(local()).as_config()) == resolve(local())
 
 
-@pytest.mark.parametrize("override", ["nodes=76", "+nodes=76", "++nodes=76"])
-def test_a_count_on_the_command_line_is_taken_as_it_is(override):
+def test_a_count_on_the_command_line_is_taken_as_it_is(subtests):
     """76 typed by a person is 76 nodes."""
-    assert resolve(slurm(nodes=76), overrides=[override]).nodes == NodeRange(76, 76)
+    for override in ["nodes=76", "+nodes=76", "++nodes=76"]:
+        with subtests.test(override=override):
+            assert resolve(slurm(nodes=76), overrides=[override]).nodes == NodeRange(76, 76)
 
 
-@pytest.mark.parametrize("overrides", [["nodes=${n}"], ["nodes=76", "nodes=${n}"], ["lr=76"], []])
-def test_a_number_that_the_command_line_fetches_from_yaml_is_from_yaml(overrides):
+def test_a_number_that_the_command_line_fetches_from_yaml_is_from_yaml(subtests):
     """An interpolation on the command line ends in a YAML file."""
-    assert refusal(slurm(nodes=76), overrides=overrides).key == "nodes"
+    for overrides in [["nodes=${n}"], ["nodes=76", "nodes=${n}"], ["lr=76"], []]:
+        with subtests.test(overrides=overrides):
+            assert refusal(slurm(nodes=76), overrides=overrides).key == "nodes"
 
 
 def test_a_sweep_written_in_yaml_is_from_yaml():
@@ -214,9 +214,9 @@ def test_a_sweep_written_in_yaml_is_from_yaml():
     assert settings.nodes == NodeRange(4, 4)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
+def test_an_unknown_key_is_refused_with_what_may_have_been_meant(subtests):
+    """A slip, another group's key, another launcher's, or the list of all."""
+    for config, message in [
         (slurm(partion="x"), "launcher.partion='x': no such key (did you mean 'partition'?)"),
         (
             slurm(rendezvous={"join_timeout": 3}),
@@ -235,11 +235,9 @@ def test_a_sweep_written_in_yaml_is_from_yaml():
         (local(coallocate_min=True), "launcher=local; it belongs to launcher=slurm"),
         (slurm(nproc_per_node=2), "top level: nproc_per_node=..."),
         (local(zzz=2), "launcher has max_restarts, scale_up"),
-    ],
-)
-def test_an_unknown_key_is_refused_with_what_may_have_been_meant(config, message):
-    """A slip, another group's key, another launcher's, or the list of all."""
-    assert message in str(refusal(config))
+    ]:
+        with subtests.test(config=config, message=message):
+            assert message in str(refusal(config))
 
 
 def test_workers_are_not_bound_without_the_preflight():
@@ -249,24 +247,25 @@ def test_workers_are_not_bound_without_the_preflight():
     assert "core-complex" in str(refusal(slurm(agent={"numa": "nodes"})))
 
 
-@pytest.mark.parametrize("old", RENAMED)
-def test_a_key_that_was_renamed_is_refused_with_its_present_name(old):
+def test_a_key_that_was_renamed_is_refused_with_its_present_name(subtests):
     """And the present name is a key of the same group."""
-    new, values = RENAMED[old]
-    *groups, name = old.split(".")[1:]
-    value = next(iter(values), 1)
-    config = slurm(**({groups[0]: {name: value}} if groups else {name: value}))
-    error = refusal(config)
-    mapped = f" ({value} -> {values[value]})" if values else ""
-    assert error.key == old
-    assert str(error) == f"{old}={value!r}: no such key; it is now called {new}{mapped}"
-    found = functools.reduce(getattr, new.split(".")[1:], SlurmSettings())
-    assert str(found) in values.values() or not values
+    for old in RENAMED:
+        with subtests.test(old=old):
+            new, values = RENAMED[old]
+            *groups, name = old.split(".")[1:]
+            value = next(iter(values), 1)
+            config = slurm(**({groups[0]: {name: value}} if groups else {name: value}))
+            error = refusal(config)
+            mapped = f" ({value} -> {values[value]})" if values else ""
+            assert error.key == old
+            assert str(error) == f"{old}={value!r}: no such key; it is now called {new}{mapped}"
+            found = functools.reduce(getattr, new.split(".")[1:], SlurmSettings())
+            assert str(found) in values.values() or not values
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "allowed"),
-    [
+def test_a_bad_value_is_refused_with_key_value_and_what_is_allowed(subtests):
+    """Types come from the dataclasses, ranges and forms from a table."""
+    for key, value, allowed in [
         ("wait", "yes", "true or false"),
         ("wait", None, "true or false"),
         ("queue_order", "depth", "did you mean 'depth_first'"),
@@ -315,25 +314,26 @@ def test_a_key_that_was_renamed_is_refused_with_its_present_name(old):
         ("sbatch", "--hold", "mapping"),
         ("srun_args", "-v", "list of texts"),
         ("rendezvous", 3, "mapping"),
-    ],
-)
-def test_a_bad_value_is_refused_with_key_value_and_what_is_allowed(key, value, allowed):
-    """Types come from the dataclasses, ranges and forms from a table."""
-    error = refusal(slurm(**{key: value}))
-    assert error.key == f"launcher.{key}"
-    assert str(error).startswith(f"launcher.{key}={value!r}: ")
-    assert allowed in str(error)
+    ]:
+        with subtests.test(key=key, value=value):
+            error = refusal(slurm(**{key: value}))
+            assert error.key == f"launcher.{key}"
+            assert str(error).startswith(f"launcher.{key}={value!r}: ")
+            assert allowed in str(error)
 
 
-@pytest.mark.parametrize("modules", ["torch", ["scikit-learn"], ["torch", ""], ["a b"]])
-def test_what_spares_import_ahead_is_a_list_of_modules(modules):
+def test_what_spares_import_ahead_is_a_list_of_modules(subtests):
     """A distribution's name, or a text in place of a list, is refused."""
-    assert refusal(slurm(agent={"warm_imports": modules})).key == "launcher.agent.warm_imports"
+    for modules in ["torch", ["scikit-learn"], ["torch", ""], ["a b"]]:
+        with subtests.test(modules=modules):
+            assert (
+                refusal(slurm(agent={"warm_imports": modules})).key == "launcher.agent.warm_imports"
+            )
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "read"),
-    [
+def test_good_values_are_read_as_their_type(subtests):
+    """A number may stand in quotes; nothing stands for an empty list."""
+    for key, value, read in [
         ("cpus_per_node", "4", 4),
         ("poll_interval_s", "0.5", 0.5),
         ("poll_interval_s", 2, 2.0),
@@ -359,11 +359,9 @@ def test_what_spares_import_ahead_is_a_list_of_modules(modules):
         ("constraint", "[a|b]&c", "[a|b]&c"),
         ("template", __file__, __file__),
         ("srun_args", ["--cpu-bind=none", "-v"], ["--cpu-bind=none", "-v"]),
-    ],
-)
-def test_good_values_are_read_as_their_type(key, value, read):
-    """A number may stand in quotes; nothing stands for an empty list."""
-    assert getattr(resolve(slurm(**{key: value})).launcher, key) == read
+    ]:
+        with subtests.test(key=key, value=value):
+            assert getattr(resolve(slurm(**{key: value})).launcher, key) == read
 
 
 def test_a_name_made_of_digits_is_accepted_from_the_command_line():
@@ -372,22 +370,20 @@ def test_a_name_made_of_digits_is_accepted_from_the_command_line():
     assert settings.launcher.account == "12345"
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "why"),
-    [
+def test_environment_variables_that_can_not_work(subtests):
+    """Names that no shell takes, names that the agent sets, values with no one spelling."""
+    for name, value, why in [
         ("RANK", 1, "the agent sets this"),
         ("TORCHELASTIC_RUN_ID", "x", "the agent sets this"),
         ("A-B", 1, "not a variable name"),
         ("1A", 1, "not a variable name"),
         ("A", True, "quotes"),
         ("A", None, "quotes"),
-    ],
-)
-def test_environment_variables_that_can_not_work(name, value, why):
-    """Names that no shell takes, names that the agent sets, values with no one spelling."""
-    error = refusal(slurm(env={name: value}))
-    assert error.key == f"launcher.env.{name}"
-    assert why in str(error)
+    ]:
+        with subtests.test(name=name, value=value):
+            error = refusal(slurm(env={name: value}))
+            assert error.key == f"launcher.env.{name}"
+            assert why in str(error)
 
 
 @pytest.fixture
@@ -411,27 +407,25 @@ def test_variables_may_stand_in_a_file_that_only_its_owner_can_read(env_file):
     assert read_env_file(str(path)) == {"TOKEN": "a=b 'c' # d", "EMPTY": ""}
 
 
-@pytest.mark.parametrize(
-    ("text", "mode", "why"),
-    [
+def test_a_file_of_variables_that_cannot_work_is_refused(env_file, subtests):
+    """The error names the line, and no value."""
+    for text, mode, why in [
         ("TOKEN=secret", 0o640, "chmod 600"),
         ("TOKEN=secret", 0o602, "chmod 600"),
         ("A=1\nexport TOKEN=secret", 0o600, "line 2: not a variable name"),
         ("TOKEN secret", 0o600, "line 1: not NAME=value"),
         ("RANK=secret", 0o600, "line 1: the agent sets this variable"),
         ("TOKEN=secret\0", 0o600, "line 1: it has a null character"),
-    ],
-)
-def test_a_file_of_variables_that_cannot_work_is_refused(env_file, text, mode, why):
-    """The error names the line, and no value."""
-    error = refusal(slurm(env_file=str(env_file(text, mode))))
-    assert error.key == "launcher.env_file" and why in str(error)
-    assert "secret" not in str(error).replace("secrets.env", "")
+    ]:
+        with subtests.test(text=text, mode=mode):
+            error = refusal(slurm(env_file=str(env_file(text, mode))))
+            assert error.key == "launcher.env_file" and why in str(error)
+            assert "secret" not in str(error).replace("secrets.env", "")
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "why"),
-    [
+def test_sbatch_flags_that_a_key_owns_or_that_would_break_a_run(subtests):
+    """The refusal names the key to use instead."""
+    for flag, value, why in [
         ("array", "0-3", "use the key nodes"),
         ("output", "x", "logs in the run directory"),
         ("open-mode", "append", "logs in the run directory"),
@@ -453,13 +447,11 @@ def test_a_file_of_variables_that_cannot_work_is_refused(env_file, text, mode, w
         ("reservation", "a\nb", "one line"),
         ("time-min", "10", "use launcher.time_min"),
         ("begin", 5400, "'1:30:00'"),
-    ],
-)
-def test_sbatch_flags_that_a_key_owns_or_that_would_break_a_run(flag, value, why):
-    """The refusal names the key to use instead."""
-    error = refusal(slurm(sbatch={flag: value}))
-    assert error.key == f"launcher.sbatch.{flag}"
-    assert why in str(error)
+    ]:
+        with subtests.test(flag=flag, value=value):
+            error = refusal(slurm(sbatch={flag: value}))
+            assert error.key == f"launcher.sbatch.{flag}"
+            assert why in str(error)
 
 
 def test_other_sbatch_flags_pass_under_their_long_names():
@@ -480,17 +472,16 @@ def test_an_sbatch_flag_given_twice_is_refused():
     assert "twice" in str(refusal(slurm(sbatch={"mail_type": "END", "mail-type": "FAIL"})))
 
 
-@pytest.mark.parametrize(
-    "arg", ["-N2", "-n", "--nodes=2", "--ntasks", "--output=x", "-o", "-W9", "-K"]
-)
-def test_srun_arguments_that_contradict_how_a_task_is_started(arg):
+def test_srun_arguments_that_contradict_how_a_task_is_started(subtests):
     """One agent on one node, with logs of its own."""
-    assert refusal(slurm(srun_args=[arg])).key == "launcher.srun_args"
+    for arg in ["-N2", "-n", "--nodes=2", "--ntasks", "--output=x", "-o", "-W9", "-K"]:
+        with subtests.test(arg=arg):
+            assert refusal(slurm(srun_args=[arg])).key == "launcher.srun_args"
 
 
-@pytest.mark.parametrize(
-    ("config", "key"),
-    [
+def test_keys_that_contradict_each_other_are_refused(subtests):
+    """Each is allowed alone, but not together."""
+    for config, key in [
         (slurm(container={"image": "x"}), "launcher.container.image"),
         (slurm(container={"runtime": "pyxis"}), "launcher.container.runtime"),
         (slurm(container={"mounts": ["/a"]}), "launcher.container.mounts"),
@@ -510,11 +501,9 @@ def test_srun_arguments_that_contradict_how_a_task_is_started(arg):
         (of_sizes(nodes="3"), "launcher.world_sizes"),
         (of_sizes(nproc_per_node="gpu"), "launcher.world_sizes"),
         (of_sizes(ft=True), "launcher.world_sizes"),
-    ],
-)
-def test_keys_that_contradict_each_other_are_refused(config, key):
-    """Each is allowed alone, but not together."""
-    assert refusal(config).key == key
+    ]:
+        with subtests.test(config=config, key=key):
+            assert refusal(config).key == key
 
 
 def test_listed_sizes_are_numbers_of_nodes_that_fit_the_range():
@@ -552,12 +541,13 @@ def test_everything_that_is_wrong_is_said_at_once():
     assert (error.key, error.value) == ("nodes", 76)
 
 
-@pytest.mark.parametrize("config", [{}, {"launcher": "slurm"}, {"launcher": {"mine": 1}}])
-def test_without_a_launcher_the_error_says_how_to_choose_one(config):
+def test_without_a_launcher_the_error_says_how_to_choose_one(subtests):
     """A group called launcher may be the user's own."""
-    error = refusal(config)
-    assert error.key == "launcher"
-    assert "+launcher=slurm" in str(error)
+    for config in [{}, {"launcher": "slurm"}, {"launcher": {"mine": 1}}]:
+        with subtests.test(config=config):
+            error = refusal(config)
+            assert error.key == "launcher"
+            assert "+launcher=slurm" in str(error)
 
 
 def test_an_unknown_backend_is_refused():
@@ -570,20 +560,18 @@ def test_local_settings_are_read_for_launcher_local():
     assert resolve(local(max_agents=3)).launcher == LocalSettings(max_agents=3)
 
 
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
+def test_the_least_wall_time_lies_between_a_minute_and_the_wall_time(subtests):
+    """The refusal comes before anything is submitted."""
+    for settings, why in [
         ({"time_min": 5}, "needs launcher.time"),
         ({"time_min": 5, "time": "UNLIMITED"}, "needs launcher.time"),
         ({"time_min": "0:30", "time": "60"}, "at least a minute"),
         ({"time_min": "90", "time": "1:00:00"}, "at most launcher.time (1:00:00)"),
         ({"time_min": "soon", "time": "60"}, "allowed is"),
-    ],
-)
-def test_the_least_wall_time_lies_between_a_minute_and_the_wall_time(settings, why):
-    """The refusal comes before anything is submitted."""
-    error = refusal(slurm(**settings))
-    assert error.key == "launcher.time_min" and why in str(error)
+    ]:
+        with subtests.test(settings=settings, why=why):
+            error = refusal(slurm(**settings))
+            assert error.key == "launcher.time_min" and why in str(error)
 
 
 def test_pools_are_read_like_the_settings_that_they_replace():
@@ -596,9 +584,9 @@ def test_pools_are_read_like_the_settings_that_they_replace():
     assert (last[0], last[1].partition, last[1].time) == (range(2, 16), None, "90")
 
 
-@pytest.mark.parametrize(
-    ("pools", "key", "why"),
-    [
+def test_pools_that_cannot_work_are_refused(subtests):
+    """Each error names the pool."""
+    for pools, key, why in [
         ([{"nodes": 2}, {"nodes": 3}], "launcher.pools", "they have 5 nodes together"),
         ([{"nodes": 4}, {}], "launcher.pools.1.nodes", "at least 1"),
         ([{"nodes": 4, "partion": "x"}], "launcher.pools.0.partion", "partition"),
@@ -607,12 +595,10 @@ def test_pools_are_read_like_the_settings_that_they_replace():
         ([{"nodes": 4, "throughput": 0}], "launcher.pools.0.throughput", "from 0.01 to 100"),
         ("gpu", "launcher.pools", "a list of mappings"),
         ([3], "launcher.pools.0", "a mapping"),
-    ],
-)
-def test_pools_that_cannot_work_are_refused(pools, key, why):
-    """Each error names the pool."""
-    error = refusal({**slurm(pools=pools), "nodes": "1:4"})
-    assert error.key == key and why in str(error)
+    ]:
+        with subtests.test(pools=pools, key=key):
+            error = refusal({**slurm(pools=pools), "nodes": "1:4"})
+            assert error.key == key and why in str(error)
 
 
 def test_replicas_have_equal_shares_of_a_batch():

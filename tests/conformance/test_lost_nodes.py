@@ -73,7 +73,7 @@ COALLOCATED = ["--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--exclusive"]
 LIVES = "--no-kill --kill-on-bad-exit=0 --wait=0"
 
 
-@pytest.mark.parametrize("which", [0, 2])
+@pytest.mark.parametrize("which", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_coallocated_job_that_asks_for_it_outlives_its_nodes(backend, tmp_path, which):
     """The others run on, also where the batch script died; the lost node leaves the job's list."""
     beat = f"while :; do date +%s%N > {tmp_path}/$SLURM_NODEID; sleep 0.1; done"

@@ -59,6 +59,7 @@ def test_a_task_that_ends_within_its_grace_has_ended_for_good(backend, teller, c
     backend.wait_state(thief, "COMPLETED")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [["--partition=cancel"], ["--no-requeue"]])
 def test_what_may_not_be_requeued_is_preempted_for_good(backend, teller, options):
     """By the partition's PreemptMode=CANCEL, or by the job's own word."""
@@ -159,7 +160,7 @@ def test_full_reaches_srun_which_kills_its_tasks_at_once(backend, teller):
     assert backend.shown(job)["ExitCode"] == "137:0"
 
 
-@pytest.mark.parametrize("signal", ["USR2@10", "B:USR2@10"])
+@pytest.mark.parametrize("signal", ["USR2@10", pytest.param("B:USR2@10", marks=pytest.mark.long)])
 def test_a_job_whose_time_is_up_is_warned_and_ended(backend, teller, signal):
     """As --signal asks for; then SIGTERM to all; its state is TIMEOUT.
 
@@ -180,6 +181,7 @@ def test_a_job_whose_time_is_up_is_warned_and_ended(backend, teller, signal):
     assert ended.reason in ("", "TimeLimit") and ended.restarts == 0
 
 
+@pytest.mark.long
 def test_a_job_cancelled_while_it_is_requeued_does_not_come_back(backend, teller):
     """Its processes are being ended; nothing is left of it then."""
     job = backend.submit(teller.job(stays_s=100), *WHOLE)

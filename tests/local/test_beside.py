@@ -95,6 +95,7 @@ def test_an_evaluation_on_the_side(tmp_path):
     assert value["360"] > 0.9, "the last step of the training"
 
 
+@pytest.mark.long
 def test_rollouts_come_and_go_while_the_trainer_stays(tmp_path):
     """A rollout's node is killed, then the trainer's own: each goes on by itself."""
     overrides = ("-m", "launcher=local", "role=trainer,rollout-1,rollout-2", "steps=120")

@@ -147,14 +147,20 @@ def crash_while_replacing(folder: Path, after: bool) -> None:
     assert [name for name in names_in(folder) if name.startswith(".")] == []
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "after",
+    [pytest.param(False, marks=pytest.mark.long, id="before"), pytest.param(True, id="after")],
+)
 def test_a_crash_while_a_checkpoint_is_replaced_leaves_one_of_the_two(tmp_path, after):
     """The directory never holds neither, under whichever name."""
     (tmp_path / "rdzv").mkdir()
     in_nursery(crash_while_replacing, tmp_path / "checkpoints", after, RDZV=str(tmp_path / "rdzv"))
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "after",
+    [pytest.param(False, id="before"), pytest.param(True, marks=pytest.mark.long, id="after")],
+)
 def test_a_crash_at_any_call_leaves_the_earlier_or_the_new_checkpoint(tmp_path, after):
     """Before or after each call that writes; a write may be torn. The next save cleans up."""
     (tmp_path / "rdzv").mkdir()

@@ -143,6 +143,7 @@ def test_an_export_does_not_replace_the_file_with_half_of_it(run, tmp_path, caps
     assert names_in(tmp_path) == ["run", "x.pt"]
 
 
+@pytest.mark.long
 def test_an_export_needs_no_memory_for_the_state(tmp_path):
     """The state may be larger than what the process may have in memory of its own."""
     size = 256 << 20

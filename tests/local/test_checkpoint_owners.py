@@ -166,6 +166,7 @@ def train(folder: str, lr: float) -> float:
     return state["run"]["lr"]
 
 
+@pytest.mark.long
 def test_a_run_with_another_learning_rate_does_not_get_the_state_of_the_first(tmp_path):
     """It has trained no step, and succeeded with the first one's."""
     launch(train, str(tmp_path), 0.1, nproc_per_node=1, run_dir=tmp_path / "a")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -120,11 +120,13 @@ def test_a_second_save_is_skipped_if_so_wished(tmp_path, disk, caplog):
 def test_a_step_is_saved_once(tmp_path, disk):
     """The same step again, under way or committed, leaves the checkpoint as it is."""
     counter = Counter()
-    with checkpointer(tmp_path, counter) as c:
+    with checkpointer(tmp_path, counter) as c, ThreadPoolExecutor(1) as pool:
         save_at(c, counter, 1)
         assert disk.reached.wait(PATIENCE_S)
-        assert c.save(1) is True
+        second = pool.submit(c.save, 1)
+        assert not wait([second], 0.2).done
         disk.goes_on.set()
+        assert second.result(PATIENCE_S) is True
         assert c.save(1, urgent=True) is True
         inode = (tmp_path / "step-00000001").stat().st_ino
         assert c.save(1) is True

@@ -200,7 +200,7 @@ def plain() -> tuple[Net, torch.optim.Optimizer]:
     return net, torch.optim.AdamW(net.parameters(), lr=0.01)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_sharded_training_goes_on_under_other_world_sizes(tmp_path, tp):
     """Four ranks of FSDP2 (over tensor parallelism) go on as two, as three and as one process."""
     run_ranks(save_trained, 4, str(tmp_path), tp)

@@ -117,7 +117,7 @@ def restore_any(rank: int, folder: str) -> int:
     return -1 if step is None else step
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_node_killed_at_any_moment_leaves_whole_steps(tmp_path, seed):
     """Whatever was half written or half copied, all ranks restore the same whole step."""
     env = nodes(tmp_path, 1, 1)

@@ -53,11 +53,7 @@ class CommandRun(LocalRun):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "ddp",
-        *(pytest.param(n, marks=LONG) for n in ("fsdp2", "lightning_ddp", "trainer")),
-    ],
+    "name", [pytest.param(n, marks=LONG) for n in ("ddp", "fsdp2", "lightning_ddp", "trainer")]
 )
 def test_a_converted_script_is_killed_and_grows(name, tmp_path):
     """Every sample is trained once all the same."""
@@ -91,6 +87,7 @@ def test_a_script_as_it_is_starts_anew(name, tmp_path):
     assert yaml.safe_load(status.stdout)["step"] >= 3 * (1797 // 48)
 
 
+@pytest.mark.long
 def test_settings_come_from_a_file_and_from_the_command_line(tmp_path):
     """The file stands beside the script; what is typed counts."""
     (tmp_path / "hpc_elastic.yaml").write_text('nodes: "1:2"\nmax_restarts: 0\n')
@@ -112,6 +109,7 @@ print(json.dumps([packaging.__file__, resource.__file__, sys.path]))
 """
 
 
+@pytest.mark.long
 def test_a_script_finds_the_modules_that_python_finds(tmp_path, monkeypatch):
     """No file of the working directory shadows one; those beside the script do, as for Python."""
     for name in ("packaging", "statistics"):
@@ -138,6 +136,7 @@ print(sorted(os.listdir(folder)), oct(os.stat(folder).st_mode & 0o777))
 """
 
 
+@pytest.mark.long
 def test_a_node_whose_shared_memory_was_cleared_goes_on(tmp_path):
     """As by systemd-logind, when the user's last session on it ends: a round can still begin."""
     (tmp_path / "clears.py").write_text(CLEARS)

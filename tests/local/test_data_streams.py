@@ -144,6 +144,7 @@ def refused_and_accepted(rank, folder):
     )
 
 
+@pytest.mark.long
 def test_an_opaque_loader_is_refused_under_another_world_size(tmp_path):
     """Its state is one rank's position: accepted by name, samples are trained twice."""
     pytest.importorskip("torchdata")

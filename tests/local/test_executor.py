@@ -104,6 +104,7 @@ def test_a_failed_run_raises_and_is_resumed(settings):
     assert raised.value.failure["exception"] == "ZeroDivisionError"
 
 
+@pytest.mark.long
 def test_a_cancelled_run_is_resumed(settings, go):
     """Cancelled while it trains; after that it continues in the same folder."""
     run = launch(wait_for, str(go), "done", wait=False, **settings)

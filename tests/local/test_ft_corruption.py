@@ -15,7 +15,7 @@ from ft.libraries import OURS, free_port
 from hpc_elastic.ft.coordination import LighthouseServer
 
 EVERY = 3
-FLIPS = 25
+FLIPS = 5
 
 
 class Replicas:
@@ -105,7 +105,9 @@ def replicas(crew):
         each.end()
 
 
-@pytest.mark.parametrize("flips", [FLIPS, pytest.param(4 * FLIPS, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "flips", [FLIPS, *(pytest.param(n * FLIPS, marks=pytest.mark.long) for n in (5, 20))]
+)
 def test_each_flipped_bit_is_named_and_healed(replicas, flips):
     """Within the next check, and nothing else: afterwards all have the same bits."""
     group, rng = replicas(3), random.Random(4)

@@ -146,6 +146,7 @@ def test_killed_worker_breaks_the_quorum_of_all(site):
     until(lambda: not b.path.parent.exists())
 
 
+@pytest.mark.long
 def test_interpreter_lock_costs_no_membership(site):
     """A worker that holds the interpreter lock for longer than the silence stays a member."""
     a, b = site.quorum("a", "b")
@@ -167,6 +168,7 @@ def test_silent_server_is_lost(site):
     together(a, b)
 
 
+@pytest.mark.long
 def test_silent_lighthouse_is_given_up(site):
     """A lighthouse that is stopped costs no step; servers reconnect when it continues."""
     a, b = site.quorum("a", "b")
@@ -178,6 +180,7 @@ def test_silent_lighthouse_is_given_up(site):
     together(a, b, c, calm=True)
 
 
+@pytest.mark.long
 def test_server_process_ends_with_its_workers_only(site):
     """Signals that are meant for the training do not end it; a closed client does."""
     a, b = site.quorum("a", "b")

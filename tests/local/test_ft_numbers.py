@@ -103,7 +103,7 @@ def train(rank, seed, lighthouse, wrap, accumulates):
     return [t.detach().numpy() for t in (*net.parameters(), *net.buffers())]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, PureDistributedDataParallel])
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_replicas_train_as_torchs_ddp(lighthouse, seed, wrap, accumulates):

@@ -77,6 +77,7 @@ def test_a_replica_that_hangs_is_started_again_alone(replicas):
     assert run.results.result(60).restarts == 1
 
 
+@pytest.mark.long
 def test_a_node_may_be_away_for_longer_than_the_quorum_time_out(replicas):
     """The wait is the leader's to end: the sound worker stays, and nothing counts as a failure."""
     run = replicas("2:2", train=train_managed)

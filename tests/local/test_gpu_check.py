@@ -60,11 +60,13 @@ def hang(place: gpu_check.Place) -> gpu_check.Facts:
 @pytest.mark.parametrize(
     ("planted", "error", "log"),
     [
-        ({"kills": False}, "rank 1 ended with exit code -9", ""),
-        ({"run": hang, "limit_s": 20.0}, "no end of ranks [0, 1] within 20 s", "in hang"),
+        pytest.param({"kills": False}, "rank 1 ended with exit code -9", "", id="a rank dies"),
+        pytest.param(
+            {"run": hang, "limit_s": 20.0}, "no end of ranks [0, 1] within 20 s", "in hang",
+            marks=pytest.mark.long, id="a check hangs",
+        ),
     ],
-    ids=["a rank dies", "a check hangs"],
-)
+)  # fmt: skip
 def test_a_failure_is_reported_with_its_log(tmp_path, monkeypatch, planted, error, log):
     """The outcome names the ranks, and has the last lines that they wrote: stacks, if they hang."""
     changed = replace(gpu_check.CHECKS["killed"], **planted)

@@ -117,6 +117,7 @@ def test_a_rank_that_is_stuck_is_named_and_the_group_started_again(tmp_path, how
     assert (run.result()["restarts"], run.result()["rounds"]) == (1, 2)
 
 
+@pytest.mark.long
 def test_a_group_that_does_not_come_to_its_first_step_is_started_again(tmp_path):
     """One rank never connects: the limit of the first step applies, and names it."""
     text = SCRIPT.replace(
@@ -134,6 +135,7 @@ def test_a_group_that_does_not_come_to_its_first_step_is_started_again(tmp_path)
     assert run.result()["restarts"] == 1
 
 
+@pytest.mark.long
 def test_a_rank_that_is_stuck_again_ends_the_run_with_its_name(tmp_path):
     """Restarts are limited, and the user sees rank, host, place and the files."""
     always = ("+how=sleep", "+rank=1", "+always=true")
@@ -148,12 +150,7 @@ def test_a_rank_that_is_stuck_again_ends_the_run_with_its_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "how",
-    [
-        "busy",
-        pytest.param("report", marks=pytest.mark.long),
-        pytest.param("move", marks=pytest.mark.long),
-    ],
+    "how", [pytest.param(how, marks=pytest.mark.long) for how in ("busy", "report", "move")]
 )
 def test_what_takes_long_is_no_hang(tmp_path, how):
     """A checkpoint, a validation that reports, and one that is seen to compute."""

@@ -168,7 +168,9 @@ OPTIONS = {
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long) if n == "order" else n for n in OPTIONS]
+)
 def test_arguments_hold_after_a_restart(tmp_path, name):
     """A training that stops after its fourth step and is begun again ends as the undisturbed."""
     options = {"per_device_train_batch_size": 8, **OPTIONS[name]}
@@ -458,7 +460,7 @@ def whole(tmp_path_factory) -> dict[str, list[float]]:
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_each_loss_is_the_mean_over_the_whole_batch(tmp_path, whole, world_size):
     """Whether it uses the number of items or not, by labels or samples, with uneven shares."""
     expected = whole | {"causal, accumulated": whole["causal, at once"]}

@@ -83,7 +83,8 @@ def parameters_of(folder):
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-@pytest.mark.parametrize("quantize", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("quantize", [True, False])
 def test_islands_that_are_killed_and_start_again_lose_no_contribution(tmp_path, launch, quantize):
     """Killed at any moment, in the middle of a file too; one joins late; all learn one model."""
     a = launch(tmp_path, "a", 8, quantize=quantize)
@@ -116,6 +117,7 @@ def test_islands_that_never_run_at_the_same_time_train_one_model(tmp_path, launc
     assert report_of(tmp_path, "a")["losses"][0] < 0.6
 
 
+@pytest.mark.long
 def test_a_paused_island_holds_no_other_up(tmp_path, launch):
     """Its late contribution counts once it goes on."""
     a = launch(tmp_path, "a", 7)

@@ -103,6 +103,7 @@ def leader(run: LocalRun) -> str:
     return next(e["host"] for e in run.events("task") if e["task"] == task)
 
 
+@pytest.mark.long
 def test_a_run_has_the_sizes_that_it_was_given_only(start, tmp_path):
     """Three of four nodes train as two; the fourth comes back, and they are four again."""
     run = start("nodes=1:4", "launcher.world_sizes=[1,2,4]", "launcher.agent.warm_workers=false")

@@ -599,7 +599,7 @@ def parameters_of_both(rank: int, wrap: str, global_batch: int):
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
-@pytest.mark.parametrize("global_batch", [12, 11])
+@pytest.mark.parametrize("global_batch", [pytest.param(12, marks=pytest.mark.long), 11])
 def test_gradients_are_those_of_weighted_losses(wrap, global_batch):
     """Bit for bit where all shares are equal; else the weight is applied at another place."""
     for short, long in run_ranks(parameters_of_both, 3, wrap, global_batch):

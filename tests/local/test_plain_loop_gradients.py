@@ -144,7 +144,7 @@ def errors(rank: int) -> list[tuple[int, str, float]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_gradients_of_random_models_are_those_of_the_whole_batch(world_size):
     """The weight acts once, whatever the model is, and however uneven the shares are."""
     for found in run_ranks(errors, world_size):

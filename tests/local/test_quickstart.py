@@ -14,6 +14,7 @@ import pytest
 from doc_pages import ROOT, blocks, typed_lines
 
 
+@pytest.mark.long
 def test_the_two_commands_of_the_readme_work_in_a_fresh_clone(tmp_path):
     """Both stand in its first 40 lines; typed from there, they set up, train, and pass tests."""
     page = "".join((ROOT / "README.md").read_text().splitlines(keepends=True)[:40])

@@ -107,6 +107,7 @@ def run(tmp_path) -> Iterator[Run]:
         yield run
 
 
+@pytest.mark.long
 def test_a_rank_is_named_while_it_is_slower_than_the_others(run, capsys):
     """In events and status. Once all are as slow as it is, nobody is named any more."""
     begun = run.until_told(1)

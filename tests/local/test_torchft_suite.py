@@ -82,8 +82,8 @@ FILES = sorted(
     if path.name != "transport_test.py"  # has no tests, but helpers of others
 )
 
-SLOW = ("local_sgd_integ_test.py",)
-"""They take a minute."""
+QUICK = ("data_test.py", "manager_test.py", "local_sgd_test.py", "optim_test.py")
+"""The others run with HPC_ELASTIC_LONG=1."""
 
 pytestmark = pytest.mark.skipif(
     WHEEL is None or importlib.util.find_spec("parameterized") is None,
@@ -128,7 +128,8 @@ def run_file(file: str, folder: Path) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    "file", [pytest.param(file, marks=pytest.mark.long) if file in SLOW else file for file in FILES]
+    "file",
+    [file if file in QUICK else pytest.param(file, marks=pytest.mark.long) for file in FILES],
 )
 def test_torchfts_tests_pass(file, folder):
     """Those that are not on the list; and those on it fail, or they have no place there."""

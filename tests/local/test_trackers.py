@@ -101,6 +101,7 @@ def killed(tmp_path_factory) -> Path:
     return run.path
 
 
+@pytest.mark.long
 def test_tensorboard(killed):
     """Its own reader finds each step once, and the text of the events."""
     pytest.importorskip("tensorboard", reason="pip install -e '.[trackers]'")
@@ -114,6 +115,7 @@ def test_tensorboard(killed):
     assert "worker failed" in text
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("default")  # of SQLAlchemy
 def test_mlflow(killed):
     """The store has one run, which has finished."""
@@ -131,6 +133,7 @@ def test_mlflow(killed):
     assert "worker failed" in run.data.tags["hpc_elastic.events"]
 
 
+@pytest.mark.long
 def test_wandb(killed):
     """The offline files of all workers have one id, and each row once."""
     pytest.importorskip("wandb", reason="pip install -e '.[trackers]'")

@@ -322,6 +322,7 @@ def test_logs_are_paged_and_searched(sweep, tmp_path):
 # ---- what a browser shows
 
 
+@pytest.mark.long
 def test_200_runs_stand_side_by_side(sweep, chromium):
     """Sorted, filtered, on a phone; and a nasty name is text."""
     with watching(sweep) as url, chromium.opened(url, LAPTOP, dark=True) as page:
@@ -352,6 +353,7 @@ def test_200_runs_stand_side_by_side(sweep, chromium):
         assert page.console == []
 
 
+@pytest.mark.long
 def test_a_run_is_watched_through_a_preemption(tmp_path, chromium):
     """The page shows two nodes, takes one away, and shows it come back, without being loaded."""
     hurry = tmp_path / "hurry"

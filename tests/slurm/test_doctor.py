@@ -87,6 +87,7 @@ def test_what_sbatch_would_refuse_is_found_without_submitting(slurm, place):
     assert left(slurm, place) == ([], [])
 
 
+@pytest.mark.long
 @pytest.mark.nfs
 def test_the_probe_goes_through_what_a_run_goes_through(slurm, place):
     """Two nodes meet, get signals; one comes back, one is cancelled, and nothing is left over."""

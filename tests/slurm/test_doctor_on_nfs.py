@@ -49,6 +49,7 @@ def test_a_sound_client_sees_all_at_once_but_a_path(mounts, options, monkeypatch
     assert (met.seen.times_s[PATH] is None) == (not options.endswith("=0"))
 
 
+@pytest.mark.long
 def test_a_client_that_is_not_made_to_ask_the_server_is_late(mounts, monkeypatch):  # noqa: F811
     """As with a C library without statx(2): what is seen late is reported, with the time."""
     monkeypatch.setattr(shared_files, "_LIBC", None)
@@ -57,6 +58,7 @@ def test_a_client_that_is_not_made_to_ask_the_server_is_late(mounts, monkeypatch
     assert all(1 < met.seen.times_s[name] <= 10 for name in CHANGES), met.seen
 
 
+@pytest.mark.long
 def test_a_client_that_sees_nothing_for_long_is_not_waited_for(mounts, monkeypatch):  # noqa: F811
     """A run would wait in vain."""
     monkeypatch.setattr(shared_files, "_LIBC", None)

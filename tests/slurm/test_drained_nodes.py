@@ -7,6 +7,7 @@ from counting import counting
 from sweeps import eventually, hosts
 
 
+@pytest.mark.long
 def test_a_drained_node_is_left_at_a_checkpoint_and_replaced(slurm, sweep, tmp_path):
     """Its task starts on another node; no step is lost."""
     run = counting(sweep, tmp_path / "run", "nodes=1:2")

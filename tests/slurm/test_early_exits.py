@@ -196,6 +196,7 @@ def test_a_command_with_a_handler_of_its_own_goes_on_after_its_node_was_taken(
     assert run.returncode == 0 and len(attempts.read_text().split()) == 3, output
 
 
+@pytest.mark.long
 def test_a_rank_that_exits_early_is_named_and_not_the_one_that_lost_it(sweep, tmp_path):
     """When it happens, and as the first failure at the end; with the step, and what to do."""
     names = {"exit": "sys.exit", "_exit": "os._exit"}

@@ -70,9 +70,10 @@ ON_1, ON_3 = "--exclude=node[2-3]", "--exclude=node[1-2]"
         pytest.param(
             [ON_3, "--sbatch={gres: 'shard:2'}"], {"node3": "0"}, marks=pytest.mark.long
         ),
-        (
+        pytest.param(
             ["--nodes=2", "--exclude=node1", "--coallocate-min=true"],
             {"node2": "0", "node3": "0,1"},
+            marks=pytest.mark.long,
         ),
     ],
 )  # fmt: skip

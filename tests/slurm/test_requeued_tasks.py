@@ -125,6 +125,7 @@ def test_a_task_whose_time_is_almost_up_has_all_of_it_again(client, task, starte
     assert state.time_left_s is not None and state.time_left_s > 90
 
 
+@pytest.mark.long
 def test_a_task_that_gives_its_node_back_starts_again_after_its_delay(client, task, started):
     """Not before, although every node is free; it has its name, and the others are left alone."""
     job = task(DELAY_S, "--array=0-1")

@@ -24,6 +24,7 @@ def epochs_by_round(run: Path) -> dict[int, list[int]]:
     return logged
 
 
+@pytest.mark.long
 def test_starts_on_the_free_nodes_and_grows(slurm, sweep):
     """With two of four nodes busy a run starts with two, and has four once they are free."""
     job = busy(slurm, 2)
@@ -211,6 +212,7 @@ def _plus(sweep, script, *overrides):
     return sweep("+launcher=slurm", *overrides, script=script)
 
 
+@pytest.mark.long
 def test_a_rendered_script_runs_by_hand(slurm, tmp_path):
     """`hpc-elastic submit --dry-run` prints a script; sbatch takes it, and it trains to the end."""
     overrides = ["launcher=slurm", "nodes=1:2", "epochs=3"]

@@ -122,6 +122,7 @@ def test_gpus(slurm):
     assert both.strip() == "0,1"
 
 
+@pytest.mark.long
 def test_killed_node_loses_its_job_and_returns(slurm, tmp_path):
     """The processes of a killed node are gone, its job is requeued, and it comes back idle."""
     job = submit(slurm, f"echo $$ >> {tmp_path}/log; sleep 600", "--nodelist=node2", "--exclusive")
@@ -137,6 +138,7 @@ def test_killed_node_loses_its_job_and_returns(slurm, tmp_path):
     wait("the second start", lambda: len(lines(tmp_path / "log")) == 2)
 
 
+@pytest.mark.long
 def test_jobs_hear_signals_that_the_starter_of_their_node_ignores(slurm):
     """A test that leaves SIGTERM ignored would make the jobs of all that follow immortal."""
     slurm.kill_node(2)
@@ -154,6 +156,7 @@ def test_jobs_hear_signals_that_the_starter_of_their_node_ignores(slurm):
     assert codes[-1] == 128 + signal.SIGTERM
 
 
+@pytest.mark.long
 def test_paused_node_stands_still_and_goes_on(slurm, tmp_path):
     """No process of a paused node runs; all go on when it is resumed."""
     log = tmp_path / "log"
@@ -168,6 +171,7 @@ def test_paused_node_stands_still_and_goes_on(slurm, tmp_path):
     wait("more ticks", lambda: len(lines(log)) > ticks)
 
 
+@pytest.mark.long
 def test_partitioned_node_runs_but_is_not_reached(slurm):
     """A cut-off node cannot be reached while its processes go on; healing restores it."""
     reach = "import socket; socket.create_connection(('node4', 6818), timeout=1).close()"
@@ -211,6 +215,7 @@ def test_a_read_only_node_starts_no_task(slurm, tmp_path):
     wait("the end", lambda: job_field(slurm, job, "JobState") == "COMPLETED")
 
 
+@pytest.mark.long
 def test_preemption_terminates_the_step_and_requeues(slurm, tmp_path):
     """A job of `high` takes the node: SIGTERM reaches the step, and the task starts once more."""
     log = tmp_path / "log"
@@ -226,6 +231,7 @@ def test_preemption_terminates_the_step_and_requeues(slurm, tmp_path):
     assert lines(log)[0] == "restart=0"
 
 
+@pytest.mark.long
 def test_heal_all_undoes_every_fault(slurm):
     """After any mixture of faults and jobs, all nodes are idle and no job is left."""
     submit(slurm, "trap '' TERM; sleep 600", "--array=0-7", "--exclusive")
@@ -307,6 +313,7 @@ def test_two_sandboxes_side_by_side(slurm, spare):
     assert slurm.run(["srun", "-N1", "-w", "node4", "hostname"]).stdout == "node4\n"
 
 
+@pytest.mark.long
 def test_down_leaves_nothing(spare):
     """After `down` no process, namespace, link or file of the sandbox is left."""
     state = load_state("spare", spare.root)
@@ -379,6 +386,7 @@ def command_line(pid):
         return ""
 
 
+@pytest.mark.long
 def test_script_runs_from_a_fresh_clone():
     """The script needs nothing installed: not even site-packages."""
     done = subprocess.run(

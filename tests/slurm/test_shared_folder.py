@@ -121,6 +121,7 @@ def refuses(number, action, *arguments):
     assert caught.value.errno == number, caught.value
 
 
+@pytest.mark.long
 def test_a_name_that_another_client_has_renamed_stays(mounts):
     """It leads to the file under its new name, until the directory is listed."""
     a, b = mounts.pair()
@@ -148,6 +149,7 @@ def test_a_name_that_was_not_there_stays_away(mounts):
     assert (b / "new").read_text() == "text"
 
 
+@pytest.mark.long
 def test_names_are_valid_as_long_as_the_attributes_of_their_directory(mounts):
     """After acdirmin seconds, and not before, a poll of a path sees the new file."""
     a, b = mounts.pair("acdirmin=2,acdirmax=2")
@@ -158,6 +160,7 @@ def test_names_are_valid_as_long_as_the_attributes_of_their_directory(mounts):
     assert 1.5 < time.monotonic() - began < 5
 
 
+@pytest.mark.long
 def test_a_renamed_folder_stays_under_its_old_name(mounts):
     """A folder's files are found under its old name; a process in it stays where it is."""
     a, b = mounts.pair()
@@ -172,6 +175,7 @@ def test_a_renamed_folder_stays_under_its_old_name(mounts):
     assert done.stdout.split() == ["True", "False"]
 
 
+@pytest.mark.long
 def test_listing_an_unchanged_folder_keeps_its_names(mounts):
     """Only the attributes of the folder are fetched then."""
     _, b = mounts.pair()
@@ -187,6 +191,7 @@ def test_listing_an_unchanged_folder_keeps_its_names(mounts):
     assert asked == {"opendir": 10}
 
 
+@pytest.mark.long
 def test_own_changes_keep_the_names_of_a_folder(mounts):
     """What this client makes is no reason to look up the rest, what another makes is."""
     a, b = mounts.pair()
@@ -200,6 +205,7 @@ def test_own_changes_keep_the_names_of_a_folder(mounts):
     wait("the other's file", (a / "absent").exists, timeout_s=2)
 
 
+@pytest.mark.long
 def test_attributes_stay_until_their_time_is_up(mounts):
     """The size of a file is an old one for acregmin seconds, which then grow."""
     a, b = mounts.pair("acregmin=2,acregmax=8,acdirmin=60,acdirmax=60")
@@ -213,6 +219,7 @@ def test_attributes_stay_until_their_time_is_up(mounts):
     wait("the new size", lambda: (b / "file").stat().st_size == 2, timeout_s=6)
 
 
+@pytest.mark.long
 def test_the_count_of_links_is_an_attribute(mounts):
     """Neither client sees two links after link(2), until it opens the file."""
     a, b = mounts.pair()
@@ -227,6 +234,7 @@ def test_the_count_of_links_is_an_attribute(mounts):
         assert (mount / "file").stat().st_nlink == 2
 
 
+@pytest.mark.long
 def test_opening_a_file_fetches_it_and_closing_sends_it(mounts):
     """Written data is seen by its writer at once, by others after its close and their open."""
     a, b = mounts.pair()
@@ -246,6 +254,7 @@ def test_opening_a_file_fetches_it_and_closing_sends_it(mounts):
     early.close()
 
 
+@pytest.mark.long
 def test_fsync_sends_what_was_written(mounts):
     """A file that stays open is seen by others after fsync, and after `dirty` seconds."""
     a, b = mounts.pair("dirty=1")
@@ -328,6 +337,7 @@ def test_exclusive_creation_asks_the_server(mounts):
         names(a)
 
 
+@pytest.mark.long
 def test_appending_and_truncating(mounts):
     """Appends go to the end of the file as it is when it is opened."""
     a, b = mounts.pair()
@@ -341,6 +351,7 @@ def test_appending_and_truncating(mounts):
     assert (b / "log").read_text() == "four"
 
 
+@pytest.mark.long
 def test_an_open_file_outlives_its_removal(mounts):
     """Its remover keeps it as a .nfs file until it is closed; another client loses its name."""
     a, b = mounts.pair()
@@ -352,6 +363,7 @@ def test_an_open_file_outlives_its_removal(mounts):
     wait("the end of the .nfs file", lambda: names(b) == [])
 
 
+@pytest.mark.long
 def test_files_are_mapped(mounts):
     """A mapped file is read; what is written into a map is sent when the map is closed."""
     a, b = mounts.pair()
@@ -364,6 +376,7 @@ def test_files_are_mapped(mounts):
     assert (b / "file").read_bytes()[4999:5004] == b"xabcx"
 
 
+@pytest.mark.long
 def test_large_files_go_through_whole(mounts):
     """100 MB are what they were, in operations of 1 MiB; how fast is only printed."""
     a, b = mounts.pair()
@@ -381,6 +394,7 @@ def test_large_files_go_through_whole(mounts):
     assert mounts.counts("a")["write"] <= 200
 
 
+@pytest.mark.long
 def test_rename_with_flags_is_refused(mounts):
     """As by NFS; mv --no-clobber of newer coreutils falls back to a look-up."""
     a, _ = mounts.pair()
@@ -399,6 +413,7 @@ def paths(sandbox, name):
     return path, sandbox.seen_by(1, path), sandbox.seen_by(2, path)
 
 
+@pytest.mark.long
 def test_jobs_work_on_the_shared_folder(healed):
     """A step of two nodes and a batch job write there, and each node by its own client."""
     folder = Path(healed.config.nfs) / "jobs"
@@ -416,6 +431,7 @@ def test_jobs_work_on_the_shared_folder(healed):
     assert healed.file_operations("login")["create"] == 0
 
 
+@pytest.mark.long
 def test_the_login_node_is_a_client_of_its_own(healed, capfd):
     """A command on the login node does not see what a node has made since it has looked."""
     path, _, _ = paths(healed, "late")
@@ -431,6 +447,7 @@ def test_the_login_node_is_a_client_of_its_own(healed, capfd):
     assert healed.file_operations("login")["opendir"]
 
 
+@pytest.mark.long
 def test_a_killed_node_loses_what_it_has_not_sent(healed):
     """What was written and neither closed nor synced is gone, what was closed is there."""
     path, _, _ = paths(healed, "cut")
@@ -448,6 +465,7 @@ def test_a_killed_node_loses_what_it_has_not_sent(healed):
     assert healed.exec_on(2, ["cat", f"{path}.sent"]).stdout == "sent\n"
 
 
+@pytest.mark.long
 def test_a_stopped_server_holds_every_operation(healed):
     """All wait, a killed process ends; when the server goes on, they go on."""
     path, first, second = paths(healed, "stopped")
@@ -474,6 +492,7 @@ def test_a_stopped_server_holds_every_operation(healed):
         subprocess.run(["cat", second], timeout=0.5, check=True)
 
 
+@pytest.mark.long
 def test_a_node_that_waits_for_the_server_can_be_paused(healed):
     """Its processes stand still, and go on when both are back."""
     path, _, _ = paths(healed, "paused")
@@ -493,6 +512,7 @@ def test_a_node_that_waits_for_the_server_can_be_paused(healed):
     wait("the copy", lambda: copy.exists() and copy.read_text() == "text")
 
 
+@pytest.mark.long
 def test_a_restarted_server_does_not_know_open_files(healed):
     """They are ESTALE, what was not sent is lost, and files opened afterwards are sound."""
     path, first, _ = paths(healed, "restart")
@@ -510,6 +530,7 @@ def test_a_restarted_server_does_not_know_open_files(healed):
     assert path.read_text() == "sound"
 
 
+@pytest.mark.long
 def test_chosen_writes_fail(healed):
     """By error, node, path and number of times; the error arrives at close or fsync."""
     path, first, second = paths(healed, "step-1")
@@ -534,6 +555,7 @@ def test_chosen_writes_fail(healed):
         healed.fail_files("EIO", operations=["chew"])
 
 
+@pytest.mark.long
 def test_read_only_for_a_while_on_one_node(healed):
     """One client is refused every change, reads on, and may write again."""
     path, first, second = paths(healed, "ro")
@@ -560,6 +582,7 @@ def test_a_lost_reply_makes_a_link_look_failed(healed):
     os.link(first / "file", first / "other")
 
 
+@pytest.mark.long
 def test_a_link_that_is_not_exclusive_is_won_by_two(mounts):
     """Where both ask for a name at once, both succeed."""
     first, second = mounts.pair()
@@ -599,6 +622,7 @@ def test_a_client_shows_how_old_its_answers_may_be(mounts, options, stale_s, pat
     assert (mount.stale_s, mount.path_stale_s) == (stale_s, path_stale_s)
 
 
+@pytest.mark.long
 def test_operations_for_people_and_programs(healed, capsys):
     """The command tells what each client has asked for; other sandboxes have nothing to tell."""
     _, first, _ = paths(healed, "counted")
@@ -617,6 +641,7 @@ def test_operations_for_people_and_programs(healed, capsys):
     assert main(["stop-server", "--name", "nobody"]) == 1
 
 
+@pytest.mark.long
 def test_down_keeps_the_folder_and_leaves_no_mount(shared, tmp_path):
     """What is in the shared folder is the user's own."""
     folder = tmp_path / "mine"

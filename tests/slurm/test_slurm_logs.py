@@ -88,6 +88,7 @@ def written(run: Path) -> dict[tuple, list[str]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.nfs
 def test_a_run_is_followed_across_a_late_node_and_a_requeue(slurm, sweep, follow, tmp_path):
     """Every line of every file once, in its order, to the end of the run; and again afterwards."""

@@ -6,7 +6,7 @@ import subprocess
 from slurm_sandbox import SlurmSandbox
 from slurm_sandbox.pytest_plugin import require_sandbox
 
-MINUTES = 5 if os.environ.get("HPC_ELASTIC_LONG") else 2
+MINUTES = 5 if os.environ.get("HPC_ELASTIC_LONG") else 1
 SEED = "7"
 """The same faults each time; `scripts/soak` is for others."""
 BOUND_S = 60 * MINUTES + 1500

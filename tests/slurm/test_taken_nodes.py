@@ -40,6 +40,7 @@ def trains(run: Counting, *sizes: int) -> None:
     eventually(condition, f"groups of {sizes}, not {run.sweep.group_sizes()}")
 
 
+@pytest.mark.long
 def test_a_node_is_preempted_and_another_killed_and_both_come_back(sweep, take, tmp_path):
     """With notice no step is lost; without, those since the checkpoint, and no restart."""
     run = counting(sweep, tmp_path / "run", "nodes=2", "launcher.below_min_timeout_s=600", every=20)
@@ -62,6 +63,7 @@ def test_a_node_is_preempted_and_another_killed_and_both_come_back(sweep, take, 
     assert run.is_complete() and run.audit().returncode == 0
 
 
+@pytest.mark.long
 def test_the_only_node_of_a_run_that_is_killed_comes_back(sweep, take, tmp_path):
     """No leader is left to see to it: the command does."""
     run = counting(sweep, tmp_path / "run", "nodes=1", every=20)

@@ -16,6 +16,8 @@ from evidence.registry import HERE
 from evidence.result import Figure
 from kernel_nfs import facts
 
+pytestmark = pytest.mark.long
+
 
 def driver(name: str) -> ModuleType:
     """The script of a benchmark, whose name is also a package's."""

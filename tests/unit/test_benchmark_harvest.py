@@ -18,6 +18,8 @@ from harvest.ours import Costs, ElasticRun, Script, rules
 from harvest.peers import Chain, Restarts
 from harvest.slots import SHAPES, Slot, fill, slot_length
 
+pytestmark = pytest.mark.long
+
 HOUR = 3600.0
 DAY_LIMIT = 24 * HOUR
 

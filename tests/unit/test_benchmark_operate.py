@@ -18,6 +18,8 @@ from operate.hang import Moments, moments
 from hpc_elastic.cli.main import main
 from hpc_elastic.run.event_schema import KINDS
 
+pytestmark = pytest.mark.long
+
 PLAN = Plan(num_nodes=4, days=0.1, num_faults=8)
 START = 1_900_000_000.0
 

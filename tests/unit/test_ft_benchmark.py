@@ -16,6 +16,8 @@ from ft.rounds import exponent
 from ft.sharded import Outcome, rows
 from ft.training import delays, has_gone_on, longest_gap, median_step
 
+pytestmark = pytest.mark.long
+
 
 def member(*ended, participants=2, failed=()):
     """A worker whose steps take half a second each."""

@@ -45,6 +45,8 @@ CASES = {
     ],
     "versions-1.3": ["hydra.job.name=other", "hydra.verbose=true"],
 }  # fmt: skip
+QUICK = ("structured", "packages", "resolved", "versions-1.3")
+"""One of each corpus, and the present version base; the others run with HPC_ELASTIC_LONG=1."""
 
 
 def observe(folder: Path, case: str, *, ours: bool, rank: int = 0) -> dict[str, Any]:
@@ -94,7 +96,9 @@ def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[str]:
                 yield f"{place}: Hydra {left.get(key)}, here {right.get(key)}"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.long) for c in CASES]
+)
 def test_a_worker_sees_what_it_sees_under_hydra(tmp_path, case):
     """Each node has the same class, text, value, types and flags, except what is documented."""
     theirs = observe(tmp_path, case, ours=False)

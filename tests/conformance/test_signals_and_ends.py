@@ -160,7 +160,8 @@ def test_full_reaches_srun_which_kills_its_tasks_at_once(backend, teller):
     assert backend.shown(job)["ExitCode"] == "137:0"
 
 
-@pytest.mark.parametrize("signal", ["USR2@10", pytest.param("B:USR2@10", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("signal", ["USR2@10", "B:USR2@10"])
 def test_a_job_whose_time_is_up_is_warned_and_ended(backend, teller, signal):
     """As --signal asks for; then SIGTERM to all; its state is TIMEOUT.
 

@@ -31,6 +31,7 @@ def results(tmp_path_factory):
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_learn_though_one_is_killed_in_the_middle(kind, results):
     """It comes back, and in the end all have the same parameters, which read digits well."""

@@ -459,8 +459,9 @@ def whole(tmp_path_factory) -> dict[str, list[float]]:
     return trainer_losses.all_kinds(0, 1, str(tmp_path_factory.mktemp("whole")))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_each_loss_is_the_mean_over_the_whole_batch(tmp_path, whole, world_size):
     """Whether it uses the number of items or not, by labels or samples, with uneven shares."""
     expected = whole | {"causal, accumulated": whole["causal, at once"]}

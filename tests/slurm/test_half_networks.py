@@ -66,10 +66,8 @@ def trains(run, num_nodes: int) -> bool:
     return bool(rounds) and rounds[-1]["nodes"] == num_nodes == len(began)
 
 
-@pytest.mark.parametrize(
-    "one_way",
-    [pytest.param(False, marks=pytest.mark.long, id="both ways"), pytest.param(True, id="one way")],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("one_way", [False, True], ids=["both ways", "one way"])
 def test_a_cut_between_two_nodes_costs_one_of_them(slurm, start, one_way):
     """It is named, no restart is spent, and the others train at once."""
     cut(slurm, one_way)

@@ -129,6 +129,7 @@ def test_a_run_cancelled_while_it_is_requeued_does_not_come_back(slurm, start, s
     assert "cancelled" in run.sweep.output()
 
 
+@pytest.mark.long
 @pytest.mark.nfs
 def test_a_cancelled_run_is_resumed_on_other_nodes(slurm, start, steer):
     """It has saved before it went: no step is made twice, and none is missing, on three nodes."""

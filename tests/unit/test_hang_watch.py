@@ -23,7 +23,6 @@ from hpc_elastic.agent.hang_watch import (
     waiting_collective,
 )
 from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
-from hpc_elastic.ft.process_group import DEFAULT_TIMEOUT
 from hpc_elastic.rendezvous.hang_diagnosis import ANSWER_S
 from hpc_elastic.worker.shared_page import WorkerStatus
 
@@ -46,6 +45,8 @@ def wait(clock: StepClock, worker: WorkerStatus, since: float, for_s: float) -> 
 
 def test_a_replica_waits_for_a_slow_one_for_longer_than_a_collective():
     """Its collective gives up, and the quorum leaves the slow one out: that is no hang."""
+    from hpc_elastic.ft.process_group import DEFAULT_TIMEOUT  # imports torch
+
     clock = StepClock(None, 0.0, least_s=hang_watch.REPLICA_MIN_LIMIT_S)
     for step in range(1, 10):
         clock.update(replace(BLANK, step=step), float(step))

@@ -24,6 +24,7 @@ def test_a_job_ends_as_its_script_does(backend, line, state, code):
     assert backend.shown(job)["ExitCode"] == code
 
 
+@pytest.mark.long
 def test_a_preempted_task_is_told_runs_on_in_its_grace_and_is_requeued(backend, teller):
     """The step gets SIGCONT and SIGTERM, the batch script and its children nothing, until the end.
 

@@ -79,6 +79,7 @@ def test_a_damaged_newest_checkpoint_does_not_put_off_the_time_out(trained):
         next(followed)
 
 
+@pytest.mark.long
 def test_an_evaluation_on_the_side(tmp_path):
     """It follows a training to its end, though its own node is killed meanwhile."""
     settings = ("epochs=12", "pause_s=0.02", "save_every_s=1")

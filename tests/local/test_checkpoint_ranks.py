@@ -264,6 +264,7 @@ def restore_or_say(rank: int, folder: Path) -> str:
         return type(e).__name__
 
 
+@pytest.mark.long
 def test_all_ranks_pass_over_what_one_of_them_finds_damaged(tmp_path):
     """Each checks its share of the files."""
     run_ranks(save_some, 2, tmp_path, 2)

@@ -161,6 +161,7 @@ def test_a_cancelled_future(settings, go):
     executor.shutdown()
 
 
+@pytest.mark.long
 def test_runs_of_one_map_are_one_array(settings):
     """A run that fails raises in its turn, and the others are not affected."""
     executor = ElasticExecutor("work", max_restarts=0, **settings)

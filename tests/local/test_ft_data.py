@@ -70,13 +70,8 @@ def test_a_loader_that_reads_ahead_is_begun_anew(monkeypatch, persistent):
     assert (i, sampler.step, sampler.epoch) == (13, 12, 1)
 
 
-@pytest.mark.parametrize(
-    "catch_up_bytes",
-    [
-        pytest.param(None, marks=pytest.mark.long, id="all wait"),
-        pytest.param(1, id="beside the training"),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("catch_up_bytes", [None, 1], ids=["all wait", "beside the training"])
 def test_a_replica_that_is_killed_loses_no_sample(tmp_path, capsys, catch_up_bytes):
     """Counted by the parameters themselves, and proven from the ledger."""
     result = launch(

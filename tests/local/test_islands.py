@@ -108,6 +108,7 @@ def test_islands_that_are_killed_and_start_again_lose_no_contribution(tmp_path, 
     assert bool(torch.isfinite(first).all())
 
 
+@pytest.mark.long
 def test_islands_that_never_run_at_the_same_time_train_one_model(tmp_path, launch):
     """Each goes on from what the others have left, and counts what they had published."""
     for name in ("a", "b", "a"):

@@ -75,6 +75,7 @@ def steps(run: LocalRun, number: int) -> list[list[int]]:
     return [[int(n) for n in re.findall(r"step (\d+)\n", f.read_text())] for f in files]
 
 
+@pytest.mark.long
 def test_a_node_that_is_told_to_go_leaves_nothing_and_costs_nothing(start, tmp_path):
     """Its workers are there until all have saved; the other node goes on from that step."""
     run = start("nodes=1:2")

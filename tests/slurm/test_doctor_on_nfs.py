@@ -40,7 +40,9 @@ def meet(mounts, options, monkeypatch):  # noqa: F811
 OPTIONS = ["", "actimeo=600", "actimeo=0", "nocto", "nocto,actimeo=600"]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    "options", [OPTIONS[0], *(pytest.param(o, marks=pytest.mark.long) for o in OPTIONS[1:])]
+)
 def test_a_sound_client_sees_all_at_once_but_a_path(mounts, options, monkeypatch):  # noqa: F811
     """Folders are listed, so that names which are answered from memory cost nothing."""
     met = meet(mounts, options, monkeypatch)

@@ -4,9 +4,12 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PATIENCE_S = 180
 
 
+@pytest.mark.long
 def test_the_files_that_init_writes_train_on_the_cluster(slurm, tmp_path):
     """In an empty folder; the cluster file of the first call is not replaced."""
     env = {**os.environ, **slurm.env}

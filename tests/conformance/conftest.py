@@ -1,4 +1,4 @@
-"""The conformance tests here run on the fake; tests/slurm/test_conformance.py, on a real Slurm."""
+"""The conformance tests here run on the fake; `test_conformance.py`, on a real Slurm."""
 
 from collections.abc import Iterator
 

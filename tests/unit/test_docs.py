@@ -45,7 +45,7 @@ output, which is no command
         ("`python train.py nodez=4`", "nodez=4"),
         ("```python\nfrom hpc_elastic import reports\n```", "hpc_elastic.reports"),
         ("```python\nfrom hpc_elastic import\n```", "invalid syntax"),
-        ("`tests/unit/test_nothing.py`", "tests/unit/test_nothing.py"),
+        ("`tests/test_nothing.py`", "tests/test_nothing.py"),
         ("`slurm-sandbox upwards`", "slurm-sandbox upwards"),
     ],
 )

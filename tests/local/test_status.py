@@ -113,7 +113,7 @@ def run(tmp_path) -> Iterator[Run]:
 
 
 def test_a_run_is_told_of_from_its_start_to_its_end(run, capsys):
-    """It trains; loses a node, and replays what was not saved; and ends."""
+    """It trains; loses a node, and replays what was not saved; and ends, as its watch does."""
     details = run.until(
         lambda f: f.nodes and f.nodes[0] == 2 and f.pace.steps_per_s and f.saved,
         "two nodes train and have saved",
@@ -140,6 +140,7 @@ def test_a_run_is_told_of_from_its_start_to_its_end(run, capsys):
 
     with run.launcher_stopped():  # the lost node does not come back meanwhile
         details = run.until(is_alone, "one goes on alone, and its metrics show that")
+        stays = watch(run)
     assert details.nodes == (1, 1, 2) and details.departures == {"node_lost": 1}
     sizes = [size.nodes for size in details.account.sizes]
     assert [size for size in sizes if size] in ([2, 1], [1, 2, 1]) and sizes[-2] == 0
@@ -154,6 +155,8 @@ def test_a_run_is_told_of_from_its_start_to_its_end(run, capsys):
     assert known["checkpoint_blocked_seconds_total"] > 0 and 0 < known["goodput_ratio"] < 1
 
     run.end()
+    lines = stays.communicate(timeout=PATIENCE_S)[0].splitlines()
+    assert stays.returncode == 0 and "succeeded" in lines[-1], "a watch ends with the run"
     told = json.loads((run.folder / "scalars").read_text())
     assert (told["round"], told["restarts"], told["world_size"]) == (2, 0, 1)
     assert 0 < told["goodput"] < 1
@@ -178,6 +181,19 @@ def test_a_run_is_told_of_from_its_start_to_its_end(run, capsys):
     assert (listed["state"], listed["run_id"]) == ("succeeded", told["run_id"])
 
 
+def watch(run: Run) -> subprocess.Popen[str]:
+    """Watch it without a terminal, in lines: once to leave by Ctrl-C, without a word, and again."""
+    argv = [sys.executable, "-m", "hpc_elastic", "status", str(run.path), "--watch", "--every=0.2"]
+    left = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert left.stdout is not None and "training" in left.stdout.readline()
+    left.send_signal(signal.SIGINT)
+    said = left.communicate(timeout=PATIENCE_S)[1]
+    assert said.strip() == "" and left.returncode == 130
+    stays = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    assert stays.stdout is not None and "training" in stays.stdout.readline()
+    return stays
+
+
 def reported_as(told: dict, folder: Path, capsys) -> None:
     """The report says the same as the status; its sums are those of all stretches of all nodes."""
     assert main(["report", str(folder), "--format", "json"]) == 0
@@ -197,28 +213,3 @@ def reported_as(told: dict, folder: Path, capsys) -> None:
     page = html.unescape((folder / "report.html").read_text())
     assert "Goodput" in page and lost["sentence"] in page
     capsys.readouterr()
-
-
-def test_a_watch_shows_lines_where_no_terminal_is_and_ends_with_the_run(run):
-    """And Ctrl-C leaves it without a word."""
-    run.until(lambda f: f.view.phase == "training", "it trains")
-    argv = [
-        sys.executable,
-        "-m",
-        "hpc_elastic",
-        "status",
-        str(run.path),
-        "--watch",
-        "--every",
-        "0.2",
-    ]
-    left = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert left.stdout is not None and "training" in left.stdout.readline()
-    left.send_signal(signal.SIGINT)
-    said = left.communicate(timeout=PATIENCE_S)[1]
-    assert said.strip() == "" and left.returncode == 130
-    stays = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
-    assert stays.stdout is not None and "training" in stays.stdout.readline()
-    run.end()
-    lines = stays.communicate(timeout=PATIENCE_S)[0].splitlines()
-    assert stays.returncode == 0 and "succeeded" in lines[-1]

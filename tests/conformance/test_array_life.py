@@ -279,6 +279,7 @@ def test_elements_are_requeued_by_one_command(backend):
         assert backend.wait_reason(name, "BeginTime").restarts == 1
 
 
+@pytest.mark.long
 def test_a_requeue_is_held_unless_the_task_says_when_it_may_start(backend):
     """It waits for its time; meanwhile another requeue fails, since it is pending."""
     job = backend.submit(SLEEP, "--array=0-1")
@@ -329,6 +330,7 @@ def test_a_task_that_has_ended_can_be_requeued(backend):
     assert eventually(lambda: backend.state(job), lambda s: s.state == "PENDING").restarts == 1
 
 
+@pytest.mark.long
 def test_logs_are_kept_where_that_is_asked_for(backend, tmp_path):
     """Else the attempt that follows truncates what the one before has written."""
     line = "echo attempt ${SLURM_RESTART_COUNT:-0}; sleep 600"

@@ -4,6 +4,7 @@ Each command is a real process (`reader`), which is killed after 30 s and may no
 GiB; a command that fails in another way than by a message prints a traceback.
 """
 
+import itertools
 import json
 import math
 import os
@@ -125,10 +126,14 @@ INSIDE = {
     "../.hpc_elastic/array-0.replaced/0.1": ["status"],
 }
 """Files, and the commands that read them, beside `report_of`."""
+PAIRS = [
+    pytest.param(name, attack, marks=[pytest.mark.long] if (i + j) % 3 else [])
+    for (i, name), (j, attack) in itertools.product(enumerate(INSIDE), enumerate(ATTACKS))
+]
+"""Each attack on a third of the files, and each file by a third of the attacks; else it is long."""
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize(("name", "attack"), PAIRS)
 def test_what_is_no_file_of_a_run_harms_no_reader(run, reader, private, attack, name):
     """The rest is shown, or the command ends with a message; without a result, too."""
     file = run.path / name

@@ -401,7 +401,13 @@ def test_slow_strangers_hold_no_place(run):
         assert "rows" in _events(site, "/news", "rows")[0]
 
 
-@pytest.mark.parametrize("first", [b"", b"G", b"GET / HTTP/1.1\r\nhost: 127.0.0.1\r\nx: "])
+@pytest.mark.parametrize(
+    "first",
+    [
+        *(pytest.param(text, marks=pytest.mark.long) for text in (b"", b"G")),
+        b"GET / HTTP/1.1\r\nhost: 127.0.0.1\r\nx: ",
+    ],
+)
 def test_a_stranger_that_asks_nothing_is_hung_up_on(run, first):
     """After a deadline, however many bytes come by then; a stream of the owner goes on."""
     with watching(run, request_s=1.0) as site, site.connected() as stream:

@@ -194,6 +194,7 @@ def test_server_process_ends_with_its_workers_only(site):
     assert a.wait_for("aborted")[2:] == ["b", "is", "done"]
 
 
+@pytest.mark.long
 def test_other_keys_are_refused(site, tmp_path):
     """A replica with another key does not join, and its error names the remedy."""
     (tmp_path / "other").mkdir()
@@ -214,6 +215,7 @@ def test_lighthouse_that_has_ended(site):
     until(lambda: f"127.0.0.1:{site.port}" in late(a))
 
 
+@pytest.mark.long
 def test_unauthenticated_connections_do_no_harm(site):
     """Garbage, endless lines and silent connections keep no replica out."""
     connections = []

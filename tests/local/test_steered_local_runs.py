@@ -213,6 +213,7 @@ def test_a_script_that_fails_passes_its_exit_code_on(runs):
     assert "does not exist" in runs.call("submit", "missing.py", code=2).stderr
 
 
+@pytest.mark.long
 def test_a_run_of_somebody_else_is_refused_and_left_alone(runs):
     """Another user is told whose it is; the folder of a sweep of several runs names them."""
     if os.geteuid() != 0:

@@ -78,6 +78,7 @@ def script(tmp_path) -> Path:
     return tmp_path / "train.py"
 
 
+@pytest.mark.long
 def test_a_study_of_runs(script, tmp_path):
     """No trial waits for another; one is pruned, two fail, and an interrupted one is continued."""
     journal = tmp_path / "sweep" / "optuna.journal"

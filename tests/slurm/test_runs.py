@@ -146,6 +146,7 @@ def test_a_preempted_node_leaves_and_comes_back(slurm, sweep):
     assert {e["attempt"] for e in s.events("task") if e["task"] == task} == {0, 1}
 
 
+@pytest.mark.long
 def test_a_sweep_gives_every_run_a_node_first(slurm, sweep):
     """Three runs of up to four nodes on four nodes: all three train at the same time."""
     s = sweep("nodes=1:4", "lr=0.1,0.05,0.02", *SLOWLY)

@@ -624,7 +624,8 @@ def test_a_store_in_a_file_is_that_of_one_round(job, tmp_path):
     assert done.returncode == 0 and job.value() is False, done.stderr
 
 
-@pytest.mark.parametrize("how", ["env", pytest.param("tcp", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["env", "tcp"])
 def test_processes_that_a_script_spawns_may_host_a_store_of_their_own(job, how):
     """As in many scripts that start a process for each GPU; on two nodes they train twice."""
     with socket.create_server(("127.0.0.1", 0)) as free:

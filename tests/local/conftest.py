@@ -11,9 +11,11 @@ from hpc_elastic.run.events import read_events
 
 
 @pytest.fixture(autouse=True)
-def _events_are_as_documented(tmp_path) -> Iterator[None]:
+def _events_are_as_documented(request: pytest.FixtureRequest, tmp_path) -> Iterator[None]:
     """Every event that a run of a test has written is of a kind that is described."""
     yield
+    if getattr(request.module, "EVENTS_ARE_INCOMPLETE", False):
+        return
     events = (e for folder in tmp_path.rglob("events") for e in read_events(folder))
     found = sorted({problem for event in events for problem in problems(event)})
     assert found == [], "every event is as hpc_elastic/run/event_schema.py says"

@@ -89,6 +89,7 @@ def test_schedule_is_deterministic():
     assert traces[0]
 
 
+@pytest.mark.schedules
 def test_a_seed_is_the_same_schedule_in_every_process():
     """Whatever Python's hashes of texts are there, in which order sets are."""
     code = (

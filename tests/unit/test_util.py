@@ -1,6 +1,7 @@
 """Helpers of all packages: counts and durations as text, waiting for descriptors."""
 
 import errno
+import fcntl
 import os
 import resource
 from collections.abc import Iterator
@@ -51,7 +52,7 @@ def pipe() -> Iterator[tuple[int, int]]:
         pytest.skip(f"this machine allows {hard} open files")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
     low = os.pipe()
-    high = tuple(os.dup2(end, 3000 + i) for i, end in enumerate(low))
+    high = tuple(fcntl.fcntl(end, fcntl.F_DUPFD, 3000) for end in low)
     for end in low:
         os.close(end)
     yield high

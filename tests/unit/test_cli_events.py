@@ -16,6 +16,9 @@ from hpc_elastic.run.directory import Entry, RunDir
 from hpc_elastic.shared_files import write_atomic
 from specs import spec_of
 
+EVENTS_ARE_INCOMPLETE = True
+"""Some are damaged."""
+
 ROOT = Path(__file__).parents[2]
 EVENTS = [*begun(0, 1), group(2.0, 1, 0, 1)]
 END = event(62.0, "end", status="succeeded", rounds=1, restarts=0)

@@ -4,7 +4,7 @@
     scripts/slurm_sandbox.py up --name recorded --slurm 24.11
     scripts/record_slurm_outputs.py --name recorded
 
-writes ``tests/unit/data/slurm/24.11/``: one file for each command, and ``jobs.json``, which tells
+writes ``tests/pure/data/slurm/24.11/``: one file for each command, and ``jobs.json``, which tells
 what the jobs are that are in them. The sandbox should be new: nothing else runs in it. With
 ``--queue`` only what ``queue-*`` and ``sacctmgr-*`` hold is recorded; the latter needs accounting.
 """
@@ -32,7 +32,7 @@ from slurm_sandbox import SlurmSandbox  # noqa: E402
 from slurm_sandbox.config import parse_version  # noqa: E402
 from slurm_sandbox.processes import wait_until  # noqa: E402
 
-DATA = ROOT / "tests" / "unit" / "data" / "slurm"
+DATA = ROOT / "tests" / "pure" / "data" / "slurm"
 SQUEUE = ["squeue", "-h", "-r", "-t", "all", "-O", SQUEUE_FORMAT]
 IN_SETS = [argument for argument in SQUEUE if argument != "-r"]
 COMMANDS = {

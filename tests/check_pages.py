@@ -1,7 +1,7 @@
 """The loop of `scripts/check` over the documentation: what its pages name exists.
 
 Commands, flags, settings, imports, paths. What the pages show is run by tests
-(`tests/local/test_docs_blocks.py`, `tests/local/test_docs_transcripts.py`).
+(`tests/process/test_docs_blocks.py`, `tests/process/test_docs_transcripts.py`).
 """
 
 import ast

@@ -12,7 +12,7 @@ All use of torch's private names is in this module: `_monitor_workers`,
 `_start_workers`, `_stop_workers`, `_rendezvous`, `_shutdown`, `_exit_barrier`,
 `_assign_worker_ranks`, `_construct_event`, `_remaining_restarts`, `_pcontext`,
 `SubprocessContext.subprocess_handlers`, `SubprocessHandler._popen`, `_stdout`, `_stderr`;
-tests/unit/test_elastic_agent.py fails if torch changes them.
+tests/process/test_elastic_agent.py fails if torch changes them.
 """
 
 from __future__ import annotations

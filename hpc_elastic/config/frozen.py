@@ -13,7 +13,7 @@ between ranks and restarts if it depends on the moment, so such *calls* are reco
 submission (`Recorder`) and answered from the record in the workers (`answer_calls`).
 
 The structure of OmegaConf's nodes, and its table of resolvers, are private: they are used in this
-module only (`tests/unit/test_frozen_config.py`).
+module only (`tests/pure/test_frozen_config.py`).
 """
 
 from __future__ import annotations

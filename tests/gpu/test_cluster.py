@@ -9,7 +9,7 @@ import pytest
 from gpu_ranks import require_own_devices
 from slurm_sandbox import SandboxConfig, SlurmSandbox
 
-sys.path.append(str(Path(__file__).parents[1] / "slurm"))
+sys.path.append(str(Path(__file__).parents[1] / "cluster"))
 
 from replicas import Replicas
 from sweeps import Sweep, eventually, train_without_end

@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "local"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "process"))
 
 from group import SECRET, Group
 

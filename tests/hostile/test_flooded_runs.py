@@ -13,7 +13,7 @@ import psutil
 import pytest
 from strangers import as_stranger
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "local"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "process"))
 
 from group import eventually
 from training import Training

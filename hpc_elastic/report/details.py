@@ -33,7 +33,7 @@ from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.event_schema import valid_events
 from hpc_elastic.run.events import Event, EventReader
 from hpc_elastic.run.redaction import redact, redact_argument
-from hpc_elastic.shared_files import read_tail, read_yaml
+from hpc_elastic.shared_files import read_tail, read_yaml, status_of
 from hpc_elastic.site import ExpectedStart, expected_start
 from hpc_elastic.slurm.job_state import Phase
 from hpc_elastic.slurm.run_tasks import current_names
@@ -277,7 +277,7 @@ def _newest_checkpoint(run: RunDir, points: Sequence[Point]) -> NewestCheckpoint
         stores = [Store(directory) for directory in directories_of(run)]
         if found := [(step, store.folder(step)) for store in stores for step in store.steps()]:
             step, folder = max(found)
-            there = NewestCheckpoint(step, folder.stat().st_mtime, len(found))
+            there = NewestCheckpoint(step, status_of(folder).st_mtime, len(found))
     announced = _announced(points)
     if announced is None or (there is not None and there.step >= announced[0]):
         return there
@@ -416,7 +416,7 @@ def _kept(run: RunDir, notes: list[str]) -> list[dict[str, Any]]:
     try:
         stores = [Store(directory) for directory in directories_of(run)]
         return [
-            {"step": step, "time": store.folder(step).stat().st_mtime}
+            {"step": step, "time": status_of(store.folder(step)).st_mtime}
             for store in stores
             for step in store.steps()
         ]

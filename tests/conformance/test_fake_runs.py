@@ -14,7 +14,7 @@ import pytest
 from hpc_elastic.testing.fake_slurm import FakeSlurm
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "slurm"))
+sys.path.insert(0, str(ROOT / "tests" / "cluster"))
 
 from sweeps import Sweep, busy, eventually, hosts, leader_host, unhurried  # noqa: E402
 

@@ -14,9 +14,10 @@ from hpc_elastic.launcher.progress import Progress
 from hpc_elastic.launcher.run_handle import RunHandle
 from hpc_elastic.launcher.wait import UNREADABLE_S, Waiter, wait
 from hpc_elastic.report.run_view import RunEnd
-from hpc_elastic.run.directory import Entry, RunSpec, Submission
+from hpc_elastic.run.directory import Entry, Submission
 from hpc_elastic.shared_files import read_json
 from hpc_elastic.slurm.job_state import TaskState
+from specs import spec_of
 
 RUNNING = TaskState("7_0", "RUNNING", node="n1")
 PENDING = TaskState("7_1", "PENDING", "Resources")
@@ -78,7 +79,7 @@ def run(tmp_path):
 def create(run: RunHandle, *slots: tuple[int, int], least: int = 1, **fields) -> None:
     """Write run.json of a run with tasks in these arrays, at these indexes."""
     num, entry, where = len(slots), Entry("hydra", "main"), str(run.submission)
-    run.paths.create(RunSpec("train", least, num, 1, 3, entry, where, list(slots), **fields))
+    run.paths.create(spec_of("train", least, num, 1, 3, entry, where, list(slots), **fields))
 
 
 def waiter(script: Script, runs, shown: Shown) -> Waiter:

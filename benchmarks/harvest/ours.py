@@ -39,11 +39,11 @@ from hpc_elastic.rendezvous.messages import (
     Heartbeat,
     Join,
     Leave,
-    Message,
+    MemberReport,
     Notice,
     Reattach,
-    Report,
     Requeue,
+    RunMessage,
     Stop,
     Vote,
 )
@@ -379,11 +379,11 @@ class ElasticRun:
             else:
                 self._join(each)
 
-    def _report(self, node: Node, report: Report) -> None:
+    def _report(self, node: Node, report: MemberReport) -> None:
         index = self._group.index if self._group is not None else 0
         self._send(node, replace(report, index=index))
 
-    def _send(self, node: Node, message: Message) -> None:
+    def _send(self, node: Node, message: RunMessage) -> None:
         if self._leader is not None and node.is_up:
             self._deliver(self._leader.received, node.agent, message)
 
@@ -559,7 +559,7 @@ class ElasticRun:
                 return
             self._report_of(agent, CheckpointAnnounced(group.saved, number))
 
-    def _report_of(self, agent: Agent, report: Report) -> None:
+    def _report_of(self, agent: Agent, report: MemberReport) -> None:
         node = self._nodes.get(agent)
         if node is not None:
             self._report(node, report)

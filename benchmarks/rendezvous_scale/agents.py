@@ -27,7 +27,15 @@ from hpc_elastic.rendezvous.effects import (
 )
 from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
-from hpc_elastic.rendezvous.messages import TO_AGENT, Heartbeat, Message, Round, Stop, pack, unpack
+from hpc_elastic.rendezvous.messages import (
+    TO_AGENT,
+    Heartbeat,
+    RoundPlace,
+    RunMessage,
+    Stop,
+    pack,
+    unpack,
+)
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.transport.connection import ClientConnection, connect
 from rendezvous_scale.leading import SECRET, liveness, member
@@ -103,8 +111,8 @@ class LightAgent:
                 case Claim():
                     raise AssertionError("an agent takes the leader for dead")
 
-    def _hear(self, message: Message) -> None:
-        if isinstance(message, Round):
+    def _hear(self, message: RunMessage) -> None:
+        if isinstance(message, RoundPlace):
             self.rank = message.place.group_rank
             self.group.waiting.discard(self)
             self.group.check()

@@ -22,7 +22,7 @@ from hpc_elastic.rendezvous.group_change import STRAGGLE_S
 from hpc_elastic.rendezvous.messages import (
     CheckpointAnnounced,
     CheckpointWanted,
-    Report,
+    MemberReport,
     Vote,
 )
 from hpc_elastic.worker.shared_page import CheckpointRequest, WorkerStatus
@@ -45,7 +45,7 @@ class CheckpointReporter(Protocol):
     def checkpoint_request(self) -> CheckpointRequest | None:
         """The leader's request to all workers of the round; None if there is none."""
 
-    def report(self, report: Report) -> None:
+    def report(self, report: MemberReport) -> None:
         """Report to the leader of the round."""
 
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from hpc_elastic.data.batch import encode_throughputs
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
-from hpc_elastic.rendezvous.messages import Join, Json, Message, Probe, RoundInfo
+from hpc_elastic.rendezvous.messages import Join, Json, Probe, RoundInfo, RunMessage
 from hpc_elastic.site import QueueQuestion
 from hpc_elastic.slurm import nodelist
 
@@ -25,14 +25,14 @@ class Send:
     """Send a message to connected agents; None: to all of them."""
 
     agents: Collection[Agent] | None
-    message: Message
+    message: RunMessage
 
 
 @dataclass(frozen=True)
 class SendToLeader:
     """Send a message to the leader."""
 
-    message: Message
+    message: RunMessage
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Disconnect:
 class Deliver:
     """Pass the agent's own thread a message of the leader, or one about this node."""
 
-    message: Message
+    message: RunMessage
 
 
 @dataclass(frozen=True)

@@ -54,17 +54,17 @@ from hpc_elastic.rendezvous.messages import (
     Join,
     Leave,
     LeaveRequest,
-    Message,
+    MemberReport,
     Notice,
     NoticeConfirmed,
     NoticeRequest,
     Probe,
     QuorumMessage,
     Reattach,
-    Report,
     Requeue,
-    Round,
     RoundInfo,
+    RoundPlace,
+    RunMessage,
     StacksRequest,
     Stop,
     Waiting,
@@ -133,7 +133,7 @@ class FollowerState:
         """Of Python and packages on this node; the leader compares them."""
         self._place: RoundInfo | None = None
         """The last place of this agent in a round."""
-        self._final_report: Report | None = None
+        self._final_report: MemberReport | None = None
         """The report of how the workers of that round ended; None while they run."""
         self._in_round = False
         """Whether this agent has a place in a round that was not stopped."""
@@ -163,7 +163,7 @@ class FollowerState:
         """How long it has waited for a place, without the time in which nothing has answered."""
         return max(0.0, self._answered - self._waits_since)
 
-    def report(self, report: Report) -> list[Effect]:
+    def report(self, report: MemberReport) -> list[Effect]:
         """Report to the leader of the present round; without a leader the report is dropped.
 
         The next leader receives the final report of a replica's workers (`connected`). A heartbeat
@@ -290,7 +290,7 @@ class FollowerState:
             return []
         assert self._place is not None
         place = (self._place.index, self._place.number, self._place.replica)
-        reports: list[Message] = [Reattach(*place, *self._offered)]
+        reports: list[RunMessage] = [Reattach(*place, *self._offered)]
         if self._final_report is not None:
             reports.append(self._final_report)
         if self._notice is not None:
@@ -316,14 +316,14 @@ class FollowerState:
             effects.append(QuerySlurm(task))
         return effects
 
-    def received(self, message: Message, now: float) -> list[Effect]:
+    def received(self, message: RunMessage, now: float) -> list[Effect]:
         """The leader has sent a message."""
         if self._over or self._link is not _Link.UP:
             return []
         self._last_message = now
         self._record_answer(now)
         match message:
-            case Round(request, place) if self.joining and request == self._num_requests:
+            case RoundPlace(request, place) if self.joining and request == self._num_requests:
                 self.joining, self._in_round = False, True
                 self._place, self._final_report = place, None
                 return [Deliver(message)]
@@ -397,10 +397,10 @@ class FollowerState:
     def _offered(self) -> tuple[tuple[Address, ...], str]:
         return tuple(self.probe_ports), self.versions
 
-    def _send_to_leader(self, message: Message) -> list[Effect]:
+    def _send_to_leader(self, message: RunMessage) -> list[Effect]:
         return [SendToLeader(message)] if self._link is _Link.UP else []
 
-    def _end_session(self, message: Message) -> list[Effect]:
+    def _end_session(self, message: RunMessage) -> list[Effect]:
         self._over = True
         return [Deliver(message)]
 

@@ -41,7 +41,7 @@ from hpc_elastic.rendezvous.effects import (
 from hpc_elastic.rendezvous.follower_state import REMOVED
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RoundRules, of_known
-from hpc_elastic.rendezvous.messages import TO_LEADER, Message, Round, Waiting, pack, unpack
+from hpc_elastic.rendezvous.messages import TO_LEADER, RoundPlace, RunMessage, Waiting, pack, unpack
 from hpc_elastic.rendezvous.round_state import RoundPhase
 from hpc_elastic.rendezvous.run_status import waiting_for
 from hpc_elastic.rendezvous.status_writer import StatusWriter
@@ -239,7 +239,7 @@ class Leader:
                 now, why = time.monotonic(), LossReason.CONNECTION_CLOSED
                 self._term.handle(self._state.disconnected, agent, why, now)
 
-    def _send(self, agents: Iterable[Agent], message: Message) -> None:
+    def _send(self, agents: Iterable[Agent], message: RunMessage) -> None:
         packed = pack(message, time.time())
         for agent in agents:
             if agent in self._agents and not self._term.is_over:
@@ -267,7 +267,7 @@ class Leader:
                 self._start(self._append(effect), self._duties)
             case Announce():
                 for agent, place in places(effect, self._store or ("", 0)):
-                    self._send((agent,), Round(effect.requests[agent].request, place))
+                    self._send((agent,), RoundPlace(effect.requests[agent].request, place))
                 self._term.show(time.time())
             case QueryTasks():
                 self._start(self._query_tasks(), self._duties)

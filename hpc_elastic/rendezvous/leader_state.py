@@ -70,12 +70,12 @@ from hpc_elastic.rendezvous.messages import (
     Join,
     Json,
     Leave,
-    Message,
     NoticeConfirmed,
     NoticeRequest,
     Probed,
     QuorumMessage,
     Reattach,
+    RunMessage,
     Stacks,
     Stall,
 )
@@ -197,7 +197,7 @@ class LeaderState:
             self._quorum.connected(agent)
         return [*effects, *self._answer_replicas(now)]
 
-    def received(self, agent: Agent, message: Message, now: float) -> list[Effect]:
+    def received(self, agent: Agent, message: RunMessage, now: float) -> list[Effect]:
         """An agent has sent a message; see `messages`."""
         if self.fenced or agent not in self._tracker.last_heartbeat:
             return []
@@ -357,7 +357,7 @@ class LeaderState:
 
     # ---- messages -----------------------------------------------------------------------
 
-    def _events(self, agent: Agent, message: Message, now: float) -> list[Effect]:
+    def _events(self, agent: Agent, message: RunMessage, now: float) -> list[Effect]:
         match message:
             case Join() | Reattach():
                 self.run.reach.add(agent, message.probes)

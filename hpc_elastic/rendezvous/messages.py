@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Message:
+class RunMessage:
     """A message; see `pack` and `unpack`."""
 
 
@@ -143,14 +143,14 @@ class RoundInfo:
 
 
 @dataclass(frozen=True)
-class Heartbeat(Message):
+class Heartbeat(RunMessage):
     """The sender is alive; an agent adds the progress of its workers."""
 
     progress: Json | None = field(default=None, metadata=_LEFT_OUT)
 
 
 @dataclass(frozen=True)
-class QuorumMessage(Message):
+class QuorumMessage(RunMessage):
     """A message between a replica and the lighthouse (`hpc_elastic.ft.messages`)."""
 
     message: ft_messages.Message = field(
@@ -164,7 +164,7 @@ class QuorumMessage(Message):
 
 
 @dataclass(frozen=True)
-class Join(Message):
+class Join(RunMessage):
     """A request for a place in the next round.
 
     Attributes:
@@ -184,7 +184,7 @@ class Join(Message):
 
 
 @dataclass(frozen=True)
-class Reattach(Message):
+class Reattach(RunMessage):
     """Its workers go on in the replica that an earlier leader has placed.
 
     Attributes:
@@ -202,14 +202,14 @@ class Reattach(Message):
 
 
 @dataclass(frozen=True)
-class Leave(Message):
+class Leave(RunMessage):
     """It leaves the run by itself."""
 
     why: str
 
 
 @dataclass(frozen=True)
-class Notice(Message):
+class Notice(RunMessage):
     """Its node is to be left within ``left_s``."""
 
     reason: str
@@ -217,12 +217,12 @@ class Notice(Message):
 
 
 @dataclass(frozen=True)
-class NoticeConfirmed(Message):
+class NoticeConfirmed(RunMessage):
     """It has taken in the leader's `NoticeRequest`."""
 
 
 @dataclass(frozen=True)
-class Probed(Message):
+class Probed(RunMessage):
     """The answer to a `Probe`: the tasks that it does not reach."""
 
     number: int
@@ -230,31 +230,31 @@ class Probed(Message):
 
 
 @dataclass(frozen=True)
-class Report(Message):
+class MemberReport(RunMessage):
     """A report about the round whose entry has this index."""
 
     index: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True)
-class Close(Report):
+class Close(MemberReport):
     """End the run for all agents."""
 
 
 @dataclass(frozen=True)
-class Finished(Report):
+class Finished(MemberReport):
     """All workers of the agent have returned."""
 
 
 @dataclass(frozen=True)
-class Failed(Report):
+class Failed(MemberReport):
     """Workers of the agent have failed; it has stopped the others."""
 
     failures: Sequence[Failure] = field(metadata=_part(_of_ages(Failure), _ages))
 
 
 @dataclass(frozen=True)
-class CheckpointAnnounced(Report):
+class CheckpointAnnounced(MemberReport):
     """All workers of the agent have announced the checkpoint of a step.
 
     Attributes:
@@ -267,12 +267,12 @@ class CheckpointAnnounced(Report):
 
 
 @dataclass(frozen=True)
-class CheckpointWanted(Report):
+class CheckpointWanted(MemberReport):
     """A worker requests that all ranks save at one step soon."""
 
 
 @dataclass(frozen=True)
-class Vote(Report):
+class Vote(MemberReport):
     """A vote on a request, and another one when all workers have passed a confirmed step.
 
     Attributes:
@@ -295,7 +295,7 @@ class Vote(Report):
 
 
 @dataclass(frozen=True)
-class Stall(Report):
+class Stall(MemberReport):
     """Workers make no step.
 
     Attributes:
@@ -310,7 +310,7 @@ class Stall(Report):
 
 
 @dataclass(frozen=True)
-class Stacks(Report):
+class Stacks(MemberReport):
     """The answer to a `StacksRequest`: the states of the agent's ranks."""
 
     number: int
@@ -321,7 +321,7 @@ class Stacks(Report):
 
 
 @dataclass(frozen=True)
-class Round(Message):
+class RoundPlace(RunMessage):
     """A place in a closed round, in answer to the request of this number."""
 
     request: int
@@ -329,14 +329,14 @@ class Round(Message):
 
 
 @dataclass(frozen=True)
-class Stop(Message):
+class Stop(RunMessage):
     """Stop the workers, and join again."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class CheckpointRequested(Message):
+class CheckpointRequested(RunMessage):
     """The present request to all workers of the round; None: there is none any more."""
 
     request: CheckpointRequest | None = field(
@@ -348,14 +348,14 @@ class CheckpointRequested(Message):
 
 
 @dataclass(frozen=True)
-class StacksRequest(Message):
+class StacksRequest(RunMessage):
     """Send the stacks of the workers (`hang_diagnosis`)."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Probe(Message):
+class Probe(RunMessage):
     """Connect to ports of other agents; answer with `Probed`.
 
     Attributes:
@@ -372,14 +372,14 @@ class Probe(Message):
 
 
 @dataclass(frozen=True)
-class NoticeRequest(Message):
+class NoticeRequest(RunMessage):
     """Leave the node within ``left_s``: a user or an operator asks for it."""
 
     left_s: float
 
 
 @dataclass(frozen=True)
-class End(Message):
+class End(RunMessage):
     """The run has ended."""
 
     status: str
@@ -396,14 +396,14 @@ OLDER_ATTEMPT = End("superseded", "its task has started again")
 
 
 @dataclass(frozen=True)
-class Requeue(Message):
+class Requeue(RunMessage):
     """Go back to the queue, and do not start again for ``delay_s``."""
 
     delay_s: float
 
 
 @dataclass(frozen=True)
-class Waiting(Message):
+class Waiting(RunMessage):
     """What the next round waits for, for people."""
 
     text: str
@@ -413,14 +413,14 @@ class Waiting(Message):
 
 
 @dataclass(frozen=True)
-class Departed(Message):
+class Departed(RunMessage):
     """This node has left the run because of its notice; the agent must still stop its workers."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class LeaveRequest(Message):
+class LeaveRequest(RunMessage):
     """A notice of this node, from any source.
 
     Attributes:
@@ -437,14 +437,14 @@ class LeaveRequest(Message):
 # ---- the JSON form
 
 
-TO_LEADER: Mapping[str, type[Message]] = {
+TO_LEADER: Mapping[str, type[RunMessage]] = {
     "join": Join, "reattach": Reattach, "failed": Failed, "finished": Finished,
     "checkpoint": CheckpointAnnounced, "request_checkpoint": CheckpointWanted, "step_vote": Vote,
     "stalled": Stall, "stacks": Stacks, "notice": Notice, "noticed": NoticeConfirmed,
     "leave": Leave, "close": Close, "probed": Probed, "ft": QuorumMessage, "heartbeat": Heartbeat,
 }  # fmt: skip
-TO_AGENT: Mapping[str, type[Message]] = {
-    "round": Round, "stop": Stop, "checkpoint_request": CheckpointRequested,
+TO_AGENT: Mapping[str, type[RunMessage]] = {
+    "round": RoundPlace, "stop": Stop, "checkpoint_request": CheckpointRequested,
     "stacks": StacksRequest, "notice": NoticeRequest, "end": End, "requeue": Requeue,
     "waiting": Waiting, "probe": Probe, "ft": QuorumMessage, "heartbeat": Heartbeat,
 }  # fmt: skip
@@ -457,11 +457,11 @@ _READ: Mapping[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-def pack(message: Message, now: float) -> Json:
+def pack(message: RunMessage, now: float) -> Json:
     """Return a message as a JSON object; ``now``: Unix seconds of this node's clock."""
     kind = type(message)
     packed = {"type": _NAMES[kind]}
-    if isinstance(message, Round):
+    if isinstance(message, RoundPlace):
         return {**packed, "request": message.request, **vars(message.place)}
     packed.update(vars(message))
     for name, write, is_left_out, default in _WRITERS[kind]:
@@ -472,7 +472,7 @@ def pack(message: Message, now: float) -> Json:
     return packed
 
 
-def unpack(raw: Json, types: Mapping[str, type[Message]], now: float) -> Message | None:
+def unpack(raw: Json, types: Mapping[str, type[RunMessage]], now: float) -> RunMessage | None:
     """Return the message in a JSON object; None if its type is of another version.
 
     Args:
@@ -487,9 +487,9 @@ def unpack(raw: Json, types: Mapping[str, type[Message]], now: float) -> Message
     if kind is None:
         return None
     try:
-        if kind is Round:
+        if kind is RoundPlace:
             place = of_known(RoundInfo, {**raw, "store": _address(raw["store"])})
-            return Round(int(raw["request"]), place)
+            return RoundPlace(int(raw["request"]), place)
         return kind(**{n: read(raw[n], now) for n, read in _READERS[kind] if n in raw})
     except (TypeError, KeyError, AttributeError) as e:
         raise ValueError(f"malformed message {raw['type']!r}: {e}") from e

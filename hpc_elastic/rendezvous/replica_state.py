@@ -80,11 +80,11 @@ from hpc_elastic.rendezvous.messages import (
     Finished,
     Join,
     Json,
-    Message,
+    MemberReport,
     Notice,
     QuorumMessage,
     Reattach,
-    Report,
+    RunMessage,
 )
 from hpc_elastic.rendezvous.round_state import (
     RankAssignment,
@@ -162,7 +162,7 @@ class ReplicaState:
 
     # ---- events -------------------------------------------------------------------------
 
-    def is_current(self, agent: Agent, report: Report) -> bool:
+    def is_current(self, agent: Agent, report: MemberReport) -> bool:
         """Return whether a report is about the round that placed the member."""
         placement = self.placed.get(agent)
         return placement is not None and report.index == placement.index
@@ -172,7 +172,7 @@ class ReplicaState:
         is_alone = self.run.rules.unit_nodes == 1
         return is_alone or (agent in self.run.ranks and self._unit_of(agent)[0] == agent)
 
-    def received(self, agent: Agent, message: Message, now: float) -> list[Effect]:
+    def received(self, agent: Agent, message: RunMessage, now: float) -> list[Effect]:
         """Take in a message of an agent; see `messages`."""
         match message:
             case Reattach():
@@ -180,7 +180,7 @@ class ReplicaState:
                 return self.reattached(agent, placement, now)
             case Notice(reason, left_s):
                 return self.noticed(agent, reason, left_s, now)
-            case Report() if not self.is_current(agent, message):
+            case MemberReport() if not self.is_current(agent, message):
                 return []
             case Finished():
                 return self.finished(agent, now)

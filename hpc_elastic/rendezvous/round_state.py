@@ -88,9 +88,9 @@ from hpc_elastic.rendezvous.messages import (
     Finished,
     Join,
     Json,
-    Message,
+    MemberReport,
     Notice,
-    Report,
+    RunMessage,
     Stop,
     Vote,
 )
@@ -772,16 +772,16 @@ class RoundState:
 
     # ---- events -------------------------------------------------------------------------
 
-    def is_current(self, agent: Agent, report: Report) -> bool:
+    def is_current(self, agent: Agent, report: MemberReport) -> bool:
         """Return whether a report is about the last round."""
         return report.index == self._index
 
-    def received(self, agent: Agent, message: Message, now: float) -> list[Effect]:
+    def received(self, agent: Agent, message: RunMessage, now: float) -> list[Effect]:
         """Take in a message of an agent; see `messages`."""
         match message:
             case Notice(reason, left_s):
                 return self.noticed(agent, reason, left_s, now)
-            case Report() if not self.is_current(agent, message):
+            case MemberReport() if not self.is_current(agent, message):
                 return []
             case CheckpointWanted():
                 return self.wants_checkpoint(agent, now)

@@ -50,14 +50,14 @@ from hpc_elastic.rendezvous.messages import (
     Json,
     Leave,
     LeaveRequest,
-    Message,
+    MemberReport,
     Probe,
     Probed,
     QuorumMessage,
-    Report,
     Requeue,
-    Round,
     RoundInfo,
+    RoundPlace,
+    RunMessage,
     StacksRequest,
     Stop,
     Waiting,
@@ -255,7 +255,7 @@ class Session:
         ending = self._state.ending
         return ending if isinstance(ending, Departed) else None
 
-    def report(self, report: Report) -> None:
+    def report(self, report: MemberReport) -> None:
         """Report to the leader of the present round; times are of this node's clock."""
         self.run_in_loop(lambda: self._carry_out(self._following.report(report)))
 
@@ -400,7 +400,7 @@ class Session:
         if self._stream is stream:
             self._send_to_leader(Probed(query.number, failed))
 
-    def _send_to_leader(self, message: Message) -> None:
+    def _send_to_leader(self, message: RunMessage) -> None:
         if self._stream is not None:
             if isinstance(message, Heartbeat):
                 message = Heartbeat(self._progress())
@@ -410,7 +410,7 @@ class Session:
         """Send a message of this node's replica to the lighthouse (event loop's thread)."""
         self._send_to_leader(QuorumMessage(message))
 
-    def _deliver(self, message: Message) -> None:
+    def _deliver(self, message: RunMessage) -> None:
         if isinstance(message, QuorumMessage):
             if self.replica is not None:
                 self.replica.on_message(message.message)
@@ -551,11 +551,11 @@ class SessionState:
             self.stop_requested = True
             self._changed.notify_all()
 
-    def handle_message(self, message: Message) -> None:
+    def handle_message(self, message: RunMessage) -> None:
         """Store the message of a `Deliver` effect (event loop's thread)."""
         with self._changed:
             match message:
-                case Round(_, place):
+                case RoundPlace(_, place):
                     self.round = place
                 case Stop(reason):
                     _log.info("workers are to stop: %s", reason)

@@ -5,7 +5,7 @@ import random
 from hpc_elastic.rendezvous.effects import Append, Effect, RenewLease, Send
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRules, claim
-from hpc_elastic.rendezvous.messages import Heartbeat, Join, Message
+from hpc_elastic.rendezvous.messages import Heartbeat, Join, RunMessage
 
 HERE = Endpoint("10.0.0.1", 4000, "7_9", 0)
 LIVENESS = HeartbeatConfig(heartbeat_interval_s=0.5, heartbeat_timeout_s=3.0)
@@ -29,7 +29,7 @@ def after(*members: Agent, **rules) -> LeaderState:
     return leading(claim(5, before, HERE, 1000.0), **rules)
 
 
-def say(leader: LeaderState, agent: Agent, message: Message, now: float) -> list[Effect]:
+def say(leader: LeaderState, agent: Agent, message: RunMessage, now: float) -> list[Effect]:
     """Let an agent say something."""
     return leader.received(agent, message, now)
 
@@ -49,7 +49,7 @@ def of(effects: list[Effect], *types: type) -> list[Effect]:
     return [e for e in effects if isinstance(e, types)]
 
 
-def told(effects: list[Effect], kind: type[Message]) -> list[Agent]:
+def told(effects: list[Effect], kind: type[RunMessage]) -> list[Agent]:
     """Who is told something of a type."""
     sends = [e for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
     return [agent for send in sends for agent in send.agents]

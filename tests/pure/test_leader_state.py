@@ -31,7 +31,7 @@ from hpc_elastic.rendezvous.messages import (
     Join,
     NoticeRequest,
     Requeue,
-    Round,
+    RoundPlace,
     Stop,
     pack,
 )
@@ -221,7 +221,7 @@ def test_every_member_is_told_its_place():
     announce = Announce(entry, {big: Join(5), small: Join(6)})
     (first, a), (second, b) = places(announce, ("10.0.0.1", 99))
     assert (first, second) == (big, small)
-    assert pack(Round(5, a), 0.0) == {
+    assert pack(RoundPlace(5, a), 0.0) == {
         "type": "round", "request": 5, "index": 17, "number": 3, "restarts": 1, "group_rank": 0,
         "replica": 0, "group_size": 2, "first_rank": 0, "world_size": 12, "store": ("10.0.0.1", 99),
         "throughputs": "", "hosts": "n[1-2]", "workers": "8,4",

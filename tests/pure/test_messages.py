@@ -29,8 +29,8 @@ from hpc_elastic.rendezvous.messages import (
     RankState,
     Reattach,
     Requeue,
-    Round,
     RoundInfo,
+    RoundPlace,
     Stacks,
     StacksRequest,
     Stall,
@@ -71,7 +71,7 @@ FROM_AGENTS = [
      '{"type":"ft","message":{"type":"CancelRequest"}}'),
 ]  # fmt: skip
 FROM_THE_LEADER = [
-    (Round(5, PLACE),
+    (RoundPlace(5, PLACE),
      '{"type":"round","request":5,"number":3,"index":17,"restarts":1,"group_rank":0,"group_size":2,'
      '"first_rank":0,"world_size":12,"store":["10.0.0.1",99],"replica":0,"throughputs":"",'
      '"hosts":"n[1-2]","workers":"8,4"}'),
@@ -148,7 +148,7 @@ def test_a_malformed_message_is_refused(raw):
 
 def test_every_field_has_a_reader_of_its_type():
     """A field of another type needs an entry in the table of readers, or its own one."""
-    for kind in {*TO_LEADER.values(), *TO_AGENT.values()} - {Round}:
+    for kind in {*TO_LEADER.values(), *TO_AGENT.values()} - {RoundPlace}:
         for field in fields(kind):
             known = ("int", "float", "str", "bool", "int | None", "str | None")
             is_plain = field.type in known or field.metadata.get("read")

@@ -8,7 +8,12 @@ import pytest
 
 from hpc_elastic.agent.worker_channel import WorkerChannel, can_save_at
 from hpc_elastic.rendezvous.group_change import STRAGGLE_S
-from hpc_elastic.rendezvous.messages import CheckpointAnnounced, CheckpointWanted, Report, Vote
+from hpc_elastic.rendezvous.messages import (
+    CheckpointAnnounced,
+    CheckpointWanted,
+    MemberReport,
+    Vote,
+)
 from hpc_elastic.worker.shared_page import (
     CheckpointPoll,
     CheckpointRequest,
@@ -26,7 +31,7 @@ class Leader:
         self.answers: list[dict[str, Any]] = []
         self.wants = 0
 
-    def report(self, report: Report) -> None:
+    def report(self, report: MemberReport) -> None:
         """Note it."""
         match report:
             case CheckpointAnnounced(step, paused):

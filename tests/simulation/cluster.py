@@ -53,15 +53,15 @@ from hpc_elastic.rendezvous.messages import (
     Heartbeat,
     Leave,
     LeaveRequest,
-    Message,
+    MemberReport,
     NoticeRequest,
     Probe,
     Probed,
     RankState,
-    Report,
     Requeue,
-    Round,
     RoundInfo,
+    RoundPlace,
+    RunMessage,
     Stacks,
     StacksRequest,
     Stall,
@@ -493,7 +493,7 @@ class AgentProcess:
         world.after(self.env.network.delay(), None, attempt.reach)
         world.after(CONNECT_TIMEOUT_S, self.process, attempt.fail, "timed out", False)
 
-    def _send_to_leader(self, message: Message) -> None:
+    def _send_to_leader(self, message: RunMessage) -> None:
         if self._connection is None:
             return
         if isinstance(message, Heartbeat):
@@ -606,11 +606,11 @@ class AgentProcess:
 
     # ---- the agent's main thread --------------------------------------------------------
 
-    def _handle_message(self, message: Message) -> None:
+    def _handle_message(self, message: RunMessage) -> None:
         if not isinstance(message, Waiting):
             self.env.world.log_event(self.host.task, "told", message)
         match message:
-            case Round(_, place):
+            case RoundPlace(_, place):
                 self._begin_round(place)
             case Stop():
                 self._stop_workers()
@@ -710,7 +710,7 @@ class AgentProcess:
         """See `hpc_elastic.rendezvous.session.Session`."""
         return self._session.checkpoint_request
 
-    def report(self, report: Report) -> None:
+    def report(self, report: MemberReport) -> None:
         """See `hpc_elastic.rendezvous.session.Session`."""
         self._do(self._following.report(report))
 
@@ -1027,7 +1027,7 @@ class Leader:
         for agent in self._connections if send.agents is None else send.agents:
             self._send_to_agent(agent, send.message)
 
-    def _send_to_agent(self, agent: Agent, message: Message) -> None:
+    def _send_to_agent(self, agent: Agent, message: RunMessage) -> None:
         connection = self._connections.get(agent)
         if connection is not None:
             connection.send(SERVER, message)
@@ -1048,7 +1048,7 @@ class Leader:
         self._env.monitor.announced(self.endpoint, announce)
         self._round = announce.entry.index
         for agent, place in self._env.components.places(announce):
-            self._send_to_agent(agent, Round(announce.requests[agent].request, place))
+            self._send_to_agent(agent, RoundPlace(announce.requests[agent].request, place))
 
     def _create(self) -> None:
         if self._creating is not None:

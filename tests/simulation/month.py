@@ -67,10 +67,10 @@ from hpc_elastic.rendezvous.messages import (
     Heartbeat,
     Join,
     Leave,
-    Message,
+    MemberReport,
     Reattach,
-    Report,
     Requeue,
+    RunMessage,
     Stop,
     Vote,
     Waiting,
@@ -490,12 +490,12 @@ class MonthSimulator:
         node.place = None
         self.world.after(self._rng.uniform(1.0, 5.0), node.process, self._join, node)
 
-    def _send_to_leader(self, node: Node, message: Message) -> None:
+    def _send_to_leader(self, node: Node, message: RunMessage) -> None:
         agent = node.agent
         if node.is_connected and agent is not None:
             self._call_leader(0.01, lambda x, now: x.received(agent, message, now))
 
-    def _message(self, node: Node, message: Message) -> None:
+    def _message(self, node: Node, message: RunMessage) -> None:
         """Handle a message of the leader."""
         match message:
             case Stop():
@@ -509,7 +509,7 @@ class MonthSimulator:
                 if request is not None and request.step is not None and not request.confirmed:
                     self._report(node, Vote(request.number, True, None, 0.0))
 
-    def _report(self, node: Node, report: Report) -> None:
+    def _report(self, node: Node, report: MemberReport) -> None:
         if node.place is not None:
             self._send_to_leader(node, replace(report, index=node.place[0]))
 
@@ -697,7 +697,7 @@ class MonthSimulator:
         if asked is not None and asked is self.leader:
             self._handle(asked.slurm_answered(states, self.world.now))
 
-    def _send(self, agents: Iterable[Agent] | None, message: Message) -> None:
+    def _send(self, agents: Iterable[Agent] | None, message: RunMessage) -> None:
         if isinstance(message, (Heartbeat, Waiting)):
             return
         wanted = None if agents is None else set(agents)
@@ -925,7 +925,7 @@ class _WaitsLonger(LeaderState):
 class _CountsFromZero(LeaderState):
     """A wait begins with the leader."""
 
-    def received(self, agent: Agent, message: Message, now: float) -> list[Effect]:
+    def received(self, agent: Agent, message: RunMessage, now: float) -> list[Effect]:
         if isinstance(message, Join):
             message = replace(message, waited_s=0.0)
         return super().received(agent, message, now)

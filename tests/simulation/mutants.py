@@ -29,7 +29,7 @@ from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.group_change import CheckpointBarrier, GroupChange
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, LogSteps
-from hpc_elastic.rendezvous.messages import Message, Probed, Round, RoundInfo, Stop
+from hpc_elastic.rendezvous.messages import Probed, RoundInfo, RoundPlace, RunMessage, Stop
 from hpc_elastic.rendezvous.reachability import Endpoints, Reachability
 from hpc_elastic.rendezvous.round_state import RoundState
 from hpc_elastic.rendezvous.term import Term, TermFolder
@@ -239,7 +239,7 @@ class StaysUnderNotice(FollowerState):
 class JoinsTooEarly(FollowerState):
     """Requests the next round before the workers of the last one have ended."""
 
-    def received(self, message: Message, now: float) -> list[Effect]:
+    def received(self, message: RunMessage, now: float) -> list[Effect]:
         effects = super().received(message, now)
         return [*effects, *self.join()] if isinstance(message, Stop) else effects
 
@@ -247,8 +247,8 @@ class JoinsTooEarly(FollowerState):
 class TakesAnyAnswer(FollowerState):
     """Accepts a place that answers an earlier request of its own."""
 
-    def received(self, message: Message, now: float) -> list[Effect]:
-        if isinstance(message, Round):
+    def received(self, message: RunMessage, now: float) -> list[Effect]:
+        if isinstance(message, RoundPlace):
             message = replace(message, request=self._num_requests)
         return super().received(message, now)
 

@@ -29,7 +29,7 @@ from hpc_elastic.rendezvous.effects import (
 from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.leader_state import LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
-from hpc_elastic.rendezvous.messages import Message, Report, RoundInfo, Stop
+from hpc_elastic.rendezvous.messages import MemberReport, RoundInfo, RunMessage, Stop
 from hpc_elastic.rendezvous.replica_state import Placement, ReplicaState, departed_note
 from hpc_elastic.rendezvous.round_state import RankAssignment, RunState, stop
 from simulation.cluster import AgentProcess, Components, unit_with
@@ -97,7 +97,7 @@ class ReplicaProcess(AgentProcess):
         soon = min(1.0, 0.3 * left_s) * self.env.world.rng.random()
         self.env.world.after(soon, self.process, self.leave_now)
 
-    def _handle_message(self, message: Message) -> None:
+    def _handle_message(self, message: RunMessage) -> None:
         if isinstance(message, Stop) and self.work is not None:
             monitor = self.env.monitor
             assert isinstance(monitor, ReplicaMonitor)
@@ -182,7 +182,7 @@ class _CountsByTheLastRound(ReplicaState):
 
     _last = 0
 
-    def is_current(self, agent: Agent, report: Report) -> bool:
+    def is_current(self, agent: Agent, report: MemberReport) -> bool:
         return report.index == self._last
 
     def _place(self, replicas: Mapping[int, Sequence[Agent]]) -> list[Effect]:

@@ -27,6 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from hpc_elastic.rendezvous import messages
 from hpc_elastic.rendezvous.effects import (
     Claim,
     Connect,
@@ -42,33 +43,6 @@ from hpc_elastic.rendezvous.effects import (
 )
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, has_no_leader
-from hpc_elastic.rendezvous.messages import (
-    OLDER_ATTEMPT,
-    Address,
-    CheckpointRequested,
-    Departed,
-    End,
-    Failed,
-    Finished,
-    Heartbeat,
-    Join,
-    Leave,
-    LeaveRequest,
-    MemberReport,
-    Notice,
-    NoticeConfirmed,
-    NoticeRequest,
-    Probe,
-    QuorumMessage,
-    Reattach,
-    Requeue,
-    RoundInfo,
-    RoundPlace,
-    RunMessage,
-    StacksRequest,
-    Stop,
-    Waiting,
-)
 from hpc_elastic.run.event_schema import LossReason
 
 CONFIRM_REFUSAL_S = 0.2
@@ -82,8 +56,8 @@ _NUM_WATCHERS = 16
 """The first members in rank order read the lease at every heartbeat; the others more rarely."""
 _NUM_SLURM_CLIENTS = 3
 """The first members query Slurm about an unreachable leader; the others wait for the lease."""
-REMOVED = End("removed", "its directory was removed")
-_RESUMED = End(OLDER_ATTEMPT.status, "resumed with other tasks")
+REMOVED = messages.End("removed", "its directory was removed")
+_RESUMED = messages.End(messages.OLDER_ATTEMPT.status, "resumed with other tasks")
 
 
 class _Link(Enum):
@@ -131,13 +105,13 @@ class FollowerState:
         """Addresses and ports at which this agent accepts the probes of others (`reachability`)."""
         self.versions = ""
         """Of Python and packages on this node; the leader compares them."""
-        self._place: RoundInfo | None = None
+        self._place: messages.RoundInfo | None = None
         """The last place of this agent in a round."""
-        self._final_report: MemberReport | None = None
+        self._final_report: messages.MemberReport | None = None
         """The report of how the workers of that round ended; None while they run."""
         self._in_round = False
         """Whether this agent has a place in a round that was not stopped."""
-        self._notice: LeaveRequest | None = None
+        self._notice: messages.LeaveRequest | None = None
         self._reading = self._claiming = False
         self._read_began = now
         self._read_due = now
@@ -163,16 +137,20 @@ class FollowerState:
         """How long it has waited for a place, without the time in which nothing has answered."""
         return max(0.0, self._answered - self._waits_since)
 
-    def report(self, report: MemberReport) -> list[Effect]:
+    def report(self, report: messages.MemberReport) -> list[Effect]:
         """Report to the leader of the present round; without a leader the report is dropped.
 
         The next leader receives the final report of a replica's workers (`connected`). A heartbeat
         before `Finished` carries the last progress of the workers.
         """
         report = replace(report, index=0 if self._place is None else self._place.index)
-        if self._stays and isinstance(report, (Finished, Failed)):
+        if self._stays and isinstance(report, (messages.Finished, messages.Failed)):
             self._final_report = report
-        last = self._send_to_leader(Heartbeat()) if isinstance(report, Finished) else []
+        last = (
+            self._send_to_leader(messages.Heartbeat())
+            if isinstance(report, messages.Finished)
+            else []
+        )
         return [*last, *self._send_to_leader(report)]
 
     def add_notice(self, reason: str, left_s: float, now: float) -> list[Effect]:
@@ -182,18 +160,18 @@ class FollowerState:
             return []
         if self._notice is not None:
             reason = self._notice.reason
-        self._notice = LeaveRequest(reason, left_s, deadline)
+        self._notice = messages.LeaveRequest(reason, left_s, deadline)
         if not self._in_round:
             return [Deliver(self._notice), *self.leave_now()]
-        return [Deliver(self._notice), *self._send_to_leader(Notice(reason, left_s))]
+        return [Deliver(self._notice), *self._send_to_leader(messages.Notice(reason, left_s))]
 
     def leave_now(self) -> list[Effect]:
         """Leave the run because of the notice, without waiting for a checkpoint."""
         if self._over:
             return []
         reason = self._notice.reason if self._notice is not None else "asked"
-        leave = Leave(f"{LossReason.TO_BE_LEFT}: {reason}")
-        return [*self._send_to_leader(leave), *self._end_session(Departed(reason))]
+        leave = messages.Leave(f"{LossReason.TO_BE_LEFT}: {reason}")
+        return [*self._send_to_leader(leave), *self._end_session(messages.Departed(reason))]
 
     # ---- events -------------------------------------------------------------------------
 
@@ -210,7 +188,7 @@ class FollowerState:
         effects: list[Effect] = []
         if now - self._beaten >= self.liveness.heartbeat_interval_s:
             self._beaten = now
-            effects.append(SendToLeader(Heartbeat()))
+            effects.append(SendToLeader(messages.Heartbeat()))
         silence_s = now - self._last_message
         if silence_s > self.liveness.heartbeat_timeout_s:
             return effects + self._on_leader_lost(f"silent for {silence_s:.1f} s", now)
@@ -236,9 +214,9 @@ class FollowerState:
         if entry is not None and entry.generation > self._generation:
             return [Disconnect(), *self._end_session(_RESUMED)]
         if entry is not None and entry.attempts.get(self.me.task, 0) > self.me.attempt:
-            return [Disconnect(), *self._end_session(OLDER_ATTEMPT)]
+            return [Disconnect(), *self._end_session(messages.OLDER_ATTEMPT)]
         if entry is not None and entry.ending is not None:
-            return [PublishResult(entry), *self._end_session(End.of(entry.ending))]
+            return [PublishResult(entry), *self._end_session(messages.End.of(entry.ending))]
         whole = entry if entry is not None and entry.index == number else None
         term = -number if whole is None else whole.term  # a damaged entry: a term of its own
         if self._watch.term != term:
@@ -290,12 +268,12 @@ class FollowerState:
             return []
         assert self._place is not None
         place = (self._place.index, self._place.number, self._place.replica)
-        reports: list[RunMessage] = [Reattach(*place, *self._offered)]
+        reports: list[messages.RunMessage] = [messages.Reattach(*place, *self._offered)]
         if self._final_report is not None:
             reports.append(self._final_report)
         if self._notice is not None:
             left_s = max(0.0, self._notice.deadline - now)
-            reports.append(Notice(self._notice.reason, left_s))
+            reports.append(messages.Notice(self._notice.reason, left_s))
         return [SendToLeader(message) for message in reports]
 
     def not_connected(self, why: str, now: float, *, refused: bool) -> list[Effect]:
@@ -316,29 +294,31 @@ class FollowerState:
             effects.append(QuerySlurm(task))
         return effects
 
-    def received(self, message: RunMessage, now: float) -> list[Effect]:
+    def received(self, message: messages.RunMessage, now: float) -> list[Effect]:
         """The leader has sent a message."""
         if self._over or self._link is not _Link.UP:
             return []
         self._last_message = now
         self._record_answer(now)
         match message:
-            case RoundPlace(request, place) if self.joining and request == self._num_requests:
+            case messages.RoundPlace(request, place) if (
+                self.joining and request == self._num_requests
+            ):
                 self.joining, self._in_round = False, True
                 self._place, self._final_report = place, None
                 return [Deliver(message)]
-            case Stop() if not self.joining:
+            case messages.Stop() if not self.joining:
                 return [Deliver(message), *self._on_round_stopped()]
-            case CheckpointRequested() | StacksRequest() if self._in_round:
+            case messages.CheckpointRequested() | messages.StacksRequest() if self._in_round:
                 return [Deliver(message)]
-            case Waiting() | QuorumMessage():
+            case messages.Waiting() | messages.QuorumMessage():
                 return [Deliver(message)]
-            case Probe():
+            case messages.Probe():
                 return [ProbePeers(message)]
-            case NoticeRequest(left_s):
-                confirmed = self._send_to_leader(NoticeConfirmed())
+            case messages.NoticeRequest(left_s):
+                confirmed = self._send_to_leader(messages.NoticeConfirmed())
                 return [*confirmed, *self.add_notice("asked", left_s, now)]
-            case End() | Requeue():
+            case messages.End() | messages.Requeue():
                 return self._end_session(message)
         return []
 
@@ -381,7 +361,7 @@ class FollowerState:
         text = f"lost the leader: {why}"
         effects: list[Effect] = [Disconnect()]
         if not (self.joining or self._stays):
-            effects += [Deliver(Stop(text)), *self._on_round_stopped()]
+            effects += [Deliver(messages.Stop(text)), *self._on_round_stopped()]
         return [*effects, self._deliver_news(text), *self._read_log_if_due(now)]
 
     def _on_round_stopped(self) -> list[Effect]:
@@ -390,22 +370,22 @@ class FollowerState:
 
     def _request_place(self, waited_s: float) -> list[Effect]:
         self._num_requests += 1
-        request = Join(self._num_requests, self._store, waited_s, *self._offered)
+        request = messages.Join(self._num_requests, self._store, waited_s, *self._offered)
         return self._send_to_leader(request)
 
     @property
-    def _offered(self) -> tuple[tuple[Address, ...], str]:
+    def _offered(self) -> tuple[tuple[messages.Address, ...], str]:
         return tuple(self.probe_ports), self.versions
 
-    def _send_to_leader(self, message: RunMessage) -> list[Effect]:
+    def _send_to_leader(self, message: messages.RunMessage) -> list[Effect]:
         return [SendToLeader(message)] if self._link is _Link.UP else []
 
-    def _end_session(self, message: RunMessage) -> list[Effect]:
+    def _end_session(self, message: messages.RunMessage) -> list[Effect]:
         self._over = True
         return [Deliver(message)]
 
     def _deliver_news(self, text: str) -> Deliver:
-        return Deliver(Waiting(text))
+        return Deliver(messages.Waiting(text))
 
     def _is_newer(self, entry: LogEntry | None) -> bool:
         assert self._entry is not None

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from hpc_elastic.rendezvous import messages
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.effects import (
     Announce,
@@ -41,7 +42,6 @@ from hpc_elastic.rendezvous.effects import (
 from hpc_elastic.rendezvous.follower_state import REMOVED
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RoundRules, of_known
-from hpc_elastic.rendezvous.messages import TO_LEADER, RoundPlace, RunMessage, Waiting, pack, unpack
 from hpc_elastic.rendezvous.round_state import RoundPhase
 from hpc_elastic.rendezvous.run_status import waiting_for
 from hpc_elastic.rendezvous.status_writer import StatusWriter
@@ -222,7 +222,7 @@ class Leader:
         agent = self._names[connection]
         if self._agents.get(agent) is not connection:
             return  # the agent has another connection by now
-        unpacked = unpack(message, TO_LEADER, time.time())
+        unpacked = messages.unpack(message, messages.TO_LEADER, time.time())
         if unpacked is not None:
             with self._fail_on_error():
                 self._term.handle(self._state.received, agent, unpacked, time.monotonic())
@@ -239,8 +239,8 @@ class Leader:
                 now, why = time.monotonic(), LossReason.CONNECTION_CLOSED
                 self._term.handle(self._state.disconnected, agent, why, now)
 
-    def _send(self, agents: Iterable[Agent], message: RunMessage) -> None:
-        packed = pack(message, time.time())
+    def _send(self, agents: Iterable[Agent], message: messages.RunMessage) -> None:
+        packed = messages.pack(message, time.time())
         for agent in agents:
             if agent in self._agents and not self._term.is_over:
                 self._agents[agent].send(packed)
@@ -267,7 +267,7 @@ class Leader:
                 self._start(self._append(effect), self._duties)
             case Announce():
                 for agent, place in places(effect, self._store or ("", 0)):
-                    self._send((agent,), RoundPlace(effect.requests[agent].request, place))
+                    self._send((agent,), messages.RoundPlace(effect.requests[agent].request, place))
                 self._term.show(time.time())
             case QueryTasks():
                 self._start(self._query_tasks(), self._duties)
@@ -442,7 +442,7 @@ class Leader:
             run = self._state.run
             if run.phase is RoundPhase.FORMING:
                 text = waiting_for(run, self._context.scheduler.log_of)
-                self._send(list(run.participants.joined), Waiting(text))
+                self._send(list(run.participants.joined), messages.Waiting(text))
             await asyncio.sleep(1.0 + len(self._agents) / _NODES_PER_STATUS_S)
 
 

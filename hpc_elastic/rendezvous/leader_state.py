@@ -45,7 +45,7 @@ from dataclasses import dataclass, field
 
 from hpc_elastic.ft.lighthouse_state import LighthouseState
 from hpc_elastic.ft.quorum import QuorumRules
-from hpc_elastic.rendezvous import task_recovery
+from hpc_elastic.rendezvous import messages, task_recovery
 from hpc_elastic.rendezvous.effects import (
     Append,
     ClearHolds,
@@ -62,23 +62,6 @@ from hpc_elastic.rendezvous.effects import (
 from hpc_elastic.rendezvous.failure_policy import Stragglers
 from hpc_elastic.rendezvous.hang_diagnosis import HangDiagnosis
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RoundRules
-from hpc_elastic.rendezvous.messages import (
-    OLDER_ATTEMPT,
-    Close,
-    End,
-    Heartbeat,
-    Join,
-    Json,
-    Leave,
-    NoticeConfirmed,
-    NoticeRequest,
-    Probed,
-    QuorumMessage,
-    Reattach,
-    RunMessage,
-    Stacks,
-    Stall,
-)
 from hpc_elastic.rendezvous.replica_state import (
     QuorumBridge,
     ReplicaState,
@@ -140,7 +123,7 @@ class LeaderState:
         self.fenced = False
         self._attempts = claim.attempts
         """Task -> its newest attempt: an older one has no part in the run."""
-        self.progress: dict[Agent, Json] = {}
+        self.progress: dict[Agent, messages.Json] = {}
         self.versions: dict[str, str] = {}
         """Of Python and packages on the node of each task."""
         self.last_step: int | None = None
@@ -179,12 +162,12 @@ class LeaderState:
             return []
         newest = self._attempts.setdefault(agent.task, agent.attempt)
         if agent.attempt < newest:
-            return [Send((agent,), OLDER_ATTEMPT)]
+            return [Send((agent,), messages.OLDER_ATTEMPT)]
         effects: list[Effect] = []
         if agent.attempt > newest:
             self._attempts[agent.task] = agent.attempt
             for other in [a for a in self._tracker.last_heartbeat if a.task == agent.task]:
-                effects.append(Send((other,), OLDER_ATTEMPT))
+                effects.append(Send((other,), messages.OLDER_ATTEMPT))
                 effects += self.disconnected(other, LossReason.TASK_RESTARTED, now, announced=True)
         if agent in self._tracker.last_heartbeat:
             effects.append(Disconnect(agent))
@@ -197,27 +180,27 @@ class LeaderState:
             self._quorum.connected(agent)
         return [*effects, *self._answer_replicas(now)]
 
-    def received(self, agent: Agent, message: RunMessage, now: float) -> list[Effect]:
+    def received(self, agent: Agent, message: messages.RunMessage, now: float) -> list[Effect]:
         """An agent has sent a message; see `messages`."""
         if self.fenced or agent not in self._tracker.last_heartbeat:
             return []
         self._tracker.last_heartbeat[agent] = now
         match message:
-            case Leave(why):
+            case messages.Leave(why):
                 knows = self.notice_confirmed(agent.task)
                 left = self.disconnected(agent, why, now, announced=True)
                 return [*knows, *left]
-            case NoticeConfirmed():
+            case messages.NoticeConfirmed():
                 return self.notice_confirmed(agent.task)
-            case QuorumMessage():
+            case messages.QuorumMessage():
                 if self._quorum is not None:
                     self._quorum.received(agent, message.message, now)
                 return self._answer_replicas(now)
-            case Join() | Reattach() if self.at.ending is not None:
-                return [Send((agent,), End.of(self.at.ending))]
-            case Join() | Reattach() if self.run.phase is RoundPhase.ENDED:
+            case messages.Join() | messages.Reattach() if self.at.ending is not None:
+                return [Send((agent,), messages.End.of(self.at.ending))]
+            case messages.Join() | messages.Reattach() if self.run.phase is RoundPhase.ENDED:
                 return []  # it is sent the end with all others, once that is appended
-            case Join():
+            case messages.Join():
                 self._polls.hurry()
         effects = self._events(agent, message, now)
         return [*self._do(effects), *self._query_tasks(now)]
@@ -237,7 +220,7 @@ class LeaderState:
         connected = self._tracker.last_heartbeat
         to_send, confirmed, unmatched = self._leave_requests.match_agents(claimed, connected)
         return [
-            *(Send((agent,), NoticeRequest(left_s)) for agent, left_s in to_send),
+            *(Send((agent,), messages.NoticeRequest(left_s)) for agent, left_s in to_send),
             *map(RemoveNotice, confirmed),
             *(RemoveNotice(name, matches_no_agent=True) for name in unmatched),
         ]
@@ -296,7 +279,7 @@ class LeaderState:
             self._drained[agent.slot] = agent
             fields = {"task": agent.task, "host": agent.host, "state": states[agent.host]}
             effects.append(Note("node_drained", fields))
-            effects.append(Send((agent,), NoticeRequest(DRAIN_LEFT_S)))
+            effects.append(Send((agent,), messages.NoticeRequest(DRAIN_LEFT_S)))
         return [] if self.fenced else self._do(effects)
 
     def appended(self) -> list[Effect]:
@@ -330,7 +313,7 @@ class LeaderState:
         effects = self._lose_timed_out(now)
         effects += self._do(self.rounds.tick(now))
         effects += self._do(self._hangs.tick(self.rounds, now))
-        effects.append(Send(tuple(self._tracker.last_heartbeat), Heartbeat()))
+        effects.append(Send(tuple(self._tracker.last_heartbeat), messages.Heartbeat()))
         effects += self._renew_lease(now)
         return [*effects, *self._query_tasks(now), *self._query_queue(now)]
 
@@ -357,26 +340,26 @@ class LeaderState:
 
     # ---- messages -----------------------------------------------------------------------
 
-    def _events(self, agent: Agent, message: RunMessage, now: float) -> list[Effect]:
+    def _events(self, agent: Agent, message: messages.RunMessage, now: float) -> list[Effect]:
         match message:
-            case Join() | Reattach():
+            case messages.Join() | messages.Reattach():
                 self.run.reach.add(agent, message.probes)
                 self.versions[agent.task] = message.versions
         match message:
-            case Probed():
+            case messages.Probed():
                 self.run.reach.answered(agent, message)
                 return self.rounds.tick(now)
-            case Join():
+            case messages.Join():
                 return self.rounds.join(agent, now, message)
-            case Close():
+            case messages.Close():
                 return self.run.close()
-            case Heartbeat(progress):
+            case messages.Heartbeat(progress):
                 return self._learn(agent, progress, now) if progress else []
-            case Stall() | Stacks() if self.rounds.is_current(agent, message):
+            case messages.Stall() | messages.Stacks() if self.rounds.is_current(agent, message):
                 return self._hangs.received(self.rounds, agent, message, now)
         return self.rounds.received(agent, message, now)
 
-    def _learn(self, agent: Agent, progress: Json, now: float) -> list[Effect]:
+    def _learn(self, agent: Agent, progress: messages.Json, now: float) -> list[Effect]:
         self.progress[agent] = progress
         self.last_step = progress.get("step", self.last_step)
         self.rounds.progressed(agent, progress, now)

@@ -71,21 +71,10 @@ from hpc_elastic.ft.messages import (
     WorkersLost,
 )
 from hpc_elastic.ft.messages import Message as ReplicaReport
+from hpc_elastic.rendezvous import messages
 from hpc_elastic.rendezvous.effects import Effect, Note, Send, hosts_of
 from hpc_elastic.rendezvous.group_change import preemption_note
 from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, RoundRules, RunEnding
-from hpc_elastic.rendezvous.messages import (
-    CheckpointAnnounced,
-    Failed,
-    Finished,
-    Join,
-    Json,
-    MemberReport,
-    Notice,
-    QuorumMessage,
-    Reattach,
-    RunMessage,
-)
 from hpc_elastic.rendezvous.round_state import (
     RankAssignment,
     RoundPhase,
@@ -162,7 +151,7 @@ class ReplicaState:
 
     # ---- events -------------------------------------------------------------------------
 
-    def is_current(self, agent: Agent, report: MemberReport) -> bool:
+    def is_current(self, agent: Agent, report: messages.MemberReport) -> bool:
         """Return whether a report is about the round that placed the member."""
         placement = self.placed.get(agent)
         return placement is not None and report.index == placement.index
@@ -172,21 +161,21 @@ class ReplicaState:
         is_alone = self.run.rules.unit_nodes == 1
         return is_alone or (agent in self.run.ranks and self._unit_of(agent)[0] == agent)
 
-    def received(self, agent: Agent, message: RunMessage, now: float) -> list[Effect]:
+    def received(self, agent: Agent, message: messages.RunMessage, now: float) -> list[Effect]:
         """Take in a message of an agent; see `messages`."""
         match message:
-            case Reattach():
+            case messages.Reattach():
                 placement = Placement(message.number, message.index, message.replica)
                 return self.reattached(agent, placement, now)
-            case Notice(reason, left_s):
+            case messages.Notice(reason, left_s):
                 return self.noticed(agent, reason, left_s, now)
-            case MemberReport() if not self.is_current(agent, message):
+            case messages.MemberReport() if not self.is_current(agent, message):
                 return []
-            case Finished():
+            case messages.Finished():
                 return self.finished(agent, now)
-            case Failed():
+            case messages.Failed():
                 return self.worker_failed(message.failures, agent, now)
-            case CheckpointAnnounced():
+            case messages.CheckpointAnnounced():
                 self.run.policy.record_checkpoint(message.step)
         return []
 
@@ -194,7 +183,7 @@ class ReplicaState:
         self,
         agent: Agent,
         now: float,
-        request: Join = Join(1),  # noqa: B008 - immutable
+        request: messages.Join = messages.Join(1),  # noqa: B008 - immutable
     ) -> list[Effect]:
         """Take in an agent that is ready for a place."""
         run = self.run
@@ -316,7 +305,7 @@ class ReplicaState:
         in_vain = self.run.waits_in_vain(why, now)
         return self._save_first(partial(self.run.disband, why or ""), now) if in_vain else []
 
-    def progressed(self, agent: Agent, progress: Json, now: float) -> None:
+    def progressed(self, agent: Agent, progress: messages.Json, now: float) -> None:
         """Take in the progress in a member's heartbeat: a step of any member is progress."""
         self.run.progressed(agent, progress, now)
         if progress.get("step") is not None:
@@ -699,7 +688,7 @@ class QuorumBridge:
                             self._replicas.joined_quorum(agent)
                         case LeaveGranted():
                             self._replicas.let_leave(agent)
-                    sends.append(Send((agent,), QuorumMessage(answer.message)))
+                    sends.append(Send((agent,), messages.QuorumMessage(answer.message)))
         return sends
 
     def _update_units(self) -> None:

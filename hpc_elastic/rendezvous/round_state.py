@@ -59,7 +59,7 @@ from functools import partial
 from itertools import chain, islice, takewhile
 from typing import Any, Literal
 
-from hpc_elastic.rendezvous import task_recovery
+from hpc_elastic.rendezvous import messages, task_recovery
 from hpc_elastic.rendezvous.effects import (
     Announce,
     Append,
@@ -80,20 +80,6 @@ from hpc_elastic.rendezvous.group_change import (
     ProgressEstimator,
 )
 from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, RoundRules, RunEnding
-from hpc_elastic.rendezvous.messages import (
-    CheckpointAnnounced,
-    CheckpointWanted,
-    End,
-    Failed,
-    Finished,
-    Join,
-    Json,
-    MemberReport,
-    Notice,
-    RunMessage,
-    Stop,
-    Vote,
-)
 from hpc_elastic.rendezvous.reachability import Reachability, left_out_note
 from hpc_elastic.rendezvous.task_recovery import LostTaskRecovery, RequeueBackoff, last_here
 from hpc_elastic.run.event_schema import LossReason
@@ -124,7 +110,7 @@ class Participants:
 
     joined: dict[Agent, float] = field(default_factory=dict)
     """Agents that wait for a round, in the order in which they joined."""
-    requests: dict[Agent, Join] = field(default_factory=dict)
+    requests: dict[Agent, messages.Join] = field(default_factory=dict)
     """The last request for a place of the last agent of each task."""
     pending_rejoin: set[Agent] = field(default_factory=set)
     """Members of the broken round that have not joined again and are not lost."""
@@ -375,7 +361,11 @@ class RunState:
     def end_run(self, ending: RunEnding) -> list[Effect]:
         """Decide that the run is over; send all agents how it ended."""
         self.phase = RoundPhase.ENDED
-        return [self.decide(ending=ending), PublishResult(self.entry), Send(None, End.of(ending))]
+        return [
+            self.decide(ending=ending),
+            PublishResult(self.entry),
+            Send(None, messages.End.of(ending)),
+        ]
 
     def close(self) -> list[Effect]:
         """End the run (torch's ``set_closed`` and ``shutdown``)."""
@@ -395,7 +385,7 @@ class RunState:
             return [excluded, *self.backoff.requeue_faulty((agent,))]
         return None
 
-    def add(self, agent: Agent, now: float, request: Join) -> list[Effect]:
+    def add(self, agent: Agent, now: float, request: messages.Join) -> list[Effect]:
         """Add an agent that requests a place."""
         went_on = agent in self.participants.pending_rejoin and not self.participants.is_lost(agent)
         self.participants.add(agent, self.ranks, now)
@@ -440,7 +430,7 @@ class RunState:
             return True
         return self.phase is RoundPhase.FORMING and agent in self.participants.pending_rejoin
 
-    def progressed(self, agent: Agent, progress: Json, now: float) -> None:
+    def progressed(self, agent: Agent, progress: messages.Json, now: float) -> None:
         """Take in the progress in a member's heartbeat."""
         if agent in self.ranks and progress.get("step") is not None:
             self.policy.record_step(int(progress["step"]))
@@ -656,7 +646,7 @@ class RunState:
         return now - self._waiting_since(now) >= self.rules.straggler_timeout_s
 
     def _waits_since(self, agent: Agent) -> float:
-        request = self.participants.requests.get(agent, Join(0))
+        request = self.participants.requests.get(agent, messages.Join(0))
         return self.participants.joined[agent] - request.waited_s
 
     def _waiting_since(self, now: float) -> float:
@@ -752,7 +742,7 @@ def stop(
     if step is not None:
         fields["step"] = step
     note = Note("round_stopped", {**fields, "nodes": len(agents), "hosts": hosts_of(agents)})
-    return [note, Send(agents, Stop(reason))]
+    return [note, Send(agents, messages.Stop(reason))]
 
 
 # ---- RUNNING: a round, whose members depend on each other (pure)
@@ -772,26 +762,26 @@ class RoundState:
 
     # ---- events -------------------------------------------------------------------------
 
-    def is_current(self, agent: Agent, report: MemberReport) -> bool:
+    def is_current(self, agent: Agent, report: messages.MemberReport) -> bool:
         """Return whether a report is about the last round."""
         return report.index == self._index
 
-    def received(self, agent: Agent, message: RunMessage, now: float) -> list[Effect]:
+    def received(self, agent: Agent, message: messages.RunMessage, now: float) -> list[Effect]:
         """Take in a message of an agent; see `messages`."""
         match message:
-            case Notice(reason, left_s):
+            case messages.Notice(reason, left_s):
                 return self.noticed(agent, reason, left_s, now)
-            case MemberReport() if not self.is_current(agent, message):
+            case messages.MemberReport() if not self.is_current(agent, message):
                 return []
-            case CheckpointWanted():
+            case messages.CheckpointWanted():
                 return self.wants_checkpoint(agent, now)
-            case Vote():
+            case messages.Vote():
                 return self.voted(agent, message.vote, now)
-            case Finished():
+            case messages.Finished():
                 return self.finished(agent, now)
-            case Failed():
+            case messages.Failed():
                 return self.worker_failed(message.failures, agent, now)
-            case CheckpointAnnounced():
+            case messages.CheckpointAnnounced():
                 return self.checkpointed(agent, message.step, message.paused, now)
         return []
 
@@ -799,7 +789,7 @@ class RoundState:
         self,
         agent: Agent,
         now: float,
-        request: Join = Join(1),  # noqa: B008 - immutable
+        request: messages.Join = messages.Join(1),  # noqa: B008 - immutable
     ) -> list[Effect]:
         """Take in an agent that is ready for the next round."""
         effects, ending = self.run.judge_loss(agent)
@@ -892,7 +882,7 @@ class RoundState:
         """Take in why the run cannot get min nodes at present; None: it may get them."""
         return self.run.disband(why or "") if self.run.waits_in_vain(why, now) else []
 
-    def progressed(self, agent: Agent, progress: Json, now: float) -> None:
+    def progressed(self, agent: Agent, progress: messages.Json, now: float) -> None:
         """Take in the progress in a member's heartbeat."""
         self.run.progressed(agent, progress, now)
 

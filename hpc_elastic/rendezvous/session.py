@@ -25,6 +25,7 @@ from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.ft.manager_relay import Relay, RelayPort
 from hpc_elastic.ft.manager_server import ManagerServer
 from hpc_elastic.ft.messages import Message as ReplicaReport
+from hpc_elastic.rendezvous import messages
 from hpc_elastic.rendezvous.effects import (
     Claim,
     Connect,
@@ -41,29 +42,6 @@ from hpc_elastic.rendezvous.effects import (
 from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.leader import Leader, LeaderCandidate
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, claim
-from hpc_elastic.rendezvous.messages import (
-    TO_AGENT,
-    CheckpointRequested,
-    Departed,
-    End,
-    Heartbeat,
-    Json,
-    Leave,
-    LeaveRequest,
-    MemberReport,
-    Probe,
-    Probed,
-    QuorumMessage,
-    Requeue,
-    RoundInfo,
-    RoundPlace,
-    RunMessage,
-    StacksRequest,
-    Stop,
-    Waiting,
-    pack,
-    unpack,
-)
 from hpc_elastic.rendezvous.reachability import PROBE_S
 from hpc_elastic.rendezvous.replica_state import replica_name
 from hpc_elastic.transport.connection import (
@@ -90,7 +68,7 @@ class Session:
         me: Agent,
         candidate: LeaderCandidate,
         *,
-        progress: Callable[[], Json] = dict,
+        progress: Callable[[], messages.Json] = dict,
         ft_socket: Path | None = None,
     ) -> None:
         """Connect to the run.
@@ -181,7 +159,7 @@ class Session:
         """Leave because of the notice, without waiting for the round: sets `departed`."""
         self.run_in_loop(lambda: self._carry_out(self._following.leave_now()))
 
-    def expect_workers(self, place: RoundInfo, server: tuple[str, int] | None) -> None:
+    def expect_workers(self, place: messages.RoundInfo, server: tuple[str, int] | None) -> None:
         """Let the workers of this node connect, which are of a replica and about to be started.
 
         Args:
@@ -213,7 +191,7 @@ class Session:
     # ---- what the leader has sent -------------------------------------------------------
 
     @property
-    def placed(self) -> RoundInfo | None:
+    def placed(self) -> messages.RoundInfo | None:
         """The round that this agent has a place in; None while it waits for one."""
         return self._state.round
 
@@ -233,29 +211,29 @@ class Session:
         return self._state.checkpoint_request
 
     @property
-    def leave_request(self) -> LeaveRequest | None:
+    def leave_request(self) -> messages.LeaveRequest | None:
         """The notice of this node, from any source; None if there is none."""
         return self._state.leave_request
 
     @property
-    def verdict(self) -> End | None:
+    def verdict(self) -> messages.End | None:
         """How the run ended; None while it continues."""
         ending = self._state.ending
-        return ending if isinstance(ending, End) else None
+        return ending if isinstance(ending, messages.End) else None
 
     @property
-    def requeued(self) -> Requeue | None:
+    def requeued(self) -> messages.Requeue | None:
         """Set once this node must go back to the queue."""
         ending = self._state.ending
-        return ending if isinstance(ending, Requeue) else None
+        return ending if isinstance(ending, messages.Requeue) else None
 
     @property
-    def departed(self) -> Departed | None:
+    def departed(self) -> messages.Departed | None:
         """Set once this node has left the run because of its notice."""
         ending = self._state.ending
-        return ending if isinstance(ending, Departed) else None
+        return ending if isinstance(ending, messages.Departed) else None
 
-    def report(self, report: MemberReport) -> None:
+    def report(self, report: messages.MemberReport) -> None:
         """Report to the leader of the present round; times are of this node's clock."""
         self.run_in_loop(lambda: self._carry_out(self._following.report(report)))
 
@@ -306,7 +284,7 @@ class Session:
 
     def _leave(self, why: str) -> None:
         if self._stream is not None:
-            self._stream.send(pack(Leave(why), time.time()))
+            self._stream.send(messages.pack(messages.Leave(why), time.time()))
         if self._state.ending is not None or self._ending:
             return  # the loop ends by itself, once the leader has sent all agents the outcome
         self._ending = True
@@ -385,7 +363,7 @@ class Session:
         runs = await self._in_thread(self._candidate.is_running, task)
         self._carry_out(self._following.slurm_answered(task, runs, time.monotonic()))
 
-    async def _probe(self, query: Probe, stream: ClientConnection | None) -> None:
+    async def _probe(self, query: messages.Probe, stream: ClientConnection | None) -> None:
         """Probe all ports at once; send the leader that asked the tasks that are out of reach."""
         secret, wanted = self._context.secret, [
             (task, *where) for task, ports in query.peers.items() for where in ports
@@ -398,20 +376,20 @@ class Session:
         if failed:
             _log.warning("this node does not reach %s", ", ".join(failed))
         if self._stream is stream:
-            self._send_to_leader(Probed(query.number, failed))
+            self._send_to_leader(messages.Probed(query.number, failed))
 
-    def _send_to_leader(self, message: RunMessage) -> None:
+    def _send_to_leader(self, message: messages.RunMessage) -> None:
         if self._stream is not None:
-            if isinstance(message, Heartbeat):
-                message = Heartbeat(self._progress())
-            self._stream.send(pack(message, time.time()))
+            if isinstance(message, messages.Heartbeat):
+                message = messages.Heartbeat(self._progress())
+            self._stream.send(messages.pack(message, time.time()))
 
     def send(self, message: ReplicaReport) -> None:
         """Send a message of this node's replica to the lighthouse (event loop's thread)."""
-        self._send_to_leader(QuorumMessage(message))
+        self._send_to_leader(messages.QuorumMessage(message))
 
-    def _deliver(self, message: RunMessage) -> None:
-        if isinstance(message, QuorumMessage):
+    def _deliver(self, message: messages.RunMessage) -> None:
+        if isinstance(message, messages.QuorumMessage):
             if self.replica is not None:
                 self.replica.on_message(message.message)
             return
@@ -447,7 +425,7 @@ class Session:
         why = "its connection closed"
         try:
             while self._stream is stream and self._state.ending is None:
-                message = unpack(await stream.receive(), TO_AGENT, time.time())
+                message = messages.unpack(await stream.receive(), messages.TO_AGENT, time.time())
                 if self._stream is stream and message is not None:
                     self._carry_out(self._following.received(message, time.monotonic()))
         except (OSError, ValueError, KeyError) as e:
@@ -475,7 +453,7 @@ class Session:
             self._carry_out(self._following.claimed(None, time.monotonic()))
             return
         endpoint = Endpoint(address, listener.port, self._me.task, self._me.attempt)
-        self._deliver(Waiting(f"writing entry {number}, to lead the run"))
+        self._deliver(messages.Waiting(f"writing entry {number}, to lead the run"))
         entry = claim(
             number, wanted.before, endpoint, time.time(), possibly_alive=wanted.possibly_alive
         )
@@ -499,19 +477,19 @@ class Session:
             self._leader = None
 
 
-Ending = End | Requeue | Departed
-Outcome = RoundInfo | Ending
+Ending = messages.End | messages.Requeue | messages.Departed
+Outcome = messages.RoundInfo | Ending
 
 
 class SessionState:
     """The last message of each type that the leader has sent."""
 
     def __init__(self) -> None:
-        self.round: RoundInfo | None = None
+        self.round: messages.RoundInfo | None = None
         self.stop_requested = False
         self.stacks = 0
         self.checkpoint_request: CheckpointRequest | None = None
-        self.leave_request: LeaveRequest | None = None
+        self.leave_request: messages.LeaveRequest | None = None
         self.ending: Ending | None = None
         self.news = "reading the entries of the run"
         self.error: BaseException | None = None
@@ -551,28 +529,28 @@ class SessionState:
             self.stop_requested = True
             self._changed.notify_all()
 
-    def handle_message(self, message: RunMessage) -> None:
+    def handle_message(self, message: messages.RunMessage) -> None:
         """Store the message of a `Deliver` effect (event loop's thread)."""
         with self._changed:
             match message:
-                case RoundPlace(_, place):
+                case messages.RoundPlace(_, place):
                     self.round = place
-                case Stop(reason):
+                case messages.Stop(reason):
                     _log.info("workers are to stop: %s", reason)
                     self.stop_requested = True
-                case StacksRequest(number):
+                case messages.StacksRequest(number):
                     self.stacks = number
-                case CheckpointRequested(request):
+                case messages.CheckpointRequested(request):
                     self.checkpoint_request = request
-                case LeaveRequest(reason, left_s):
+                case messages.LeaveRequest(reason, left_s):
                     self.leave_request = message
                     _log.info("this node must be left within %.0f s: %s", left_s, reason)
-                case End():
+                case messages.End():
                     self.ending = message
-                case Requeue() | Departed():
+                case messages.Requeue() | messages.Departed():
                     self.ending = message
                     self.stop_requested = True
-                case Waiting(text):
+                case messages.Waiting(text):
                     if text != self.news:
                         _log.info("%s", text)
                     self.news = text

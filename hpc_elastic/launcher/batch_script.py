@@ -80,14 +80,12 @@ class Script:
 
     Attributes:
         settings: ``launcher.*`` of the array's runs.
-        job_name: Name in the queue.
         num_tasks: Number of tasks of the array, or of nodes of the co-allocated job.
         submission: Absolute path of the sweep's ``.hpc_elastic``.
         array: Number k of the array in the sweep.
         python: Interpreter outside of containers (``launcher.python`` takes precedence).
         cwd: Directory of the submission; setup lines run there.
         python_path: First entries of PYTHONPATH, so that the agent can be imported.
-        coallocated: Whether it is one job of ``num_tasks`` nodes instead of an array.
         trusting: Whether the tasks act on their runs even if others may write these
             (`run.ownership`).
         module: Module that each task runs, with the path of ``array-<k>.json``.
@@ -125,15 +123,10 @@ class Script:
 
 
 def render(script: Script, template: str) -> str:
-    """Return the text of the batch script.
+    """Return the text of the batch script; ``template`` is Jinja2, packaged or the user's.
 
-    Args:
-        script: Its contents.
-        template: Text of the Jinja2 template, packaged or the user's.
-
-    Raises:
-        ConfigError: A value holds a line break or cannot be written in its place, or the template
-            is malformed.
+    Raises ConfigError if a value holds a line break or cannot be written in its place, or the
+    template is malformed.
     """
     import jinja2
 
@@ -329,7 +322,7 @@ def task_argv(script: Script) -> list[str]:
 
 
 def _in_container(script: Script) -> str:
-    """Return the command line of the task, with the container that it runs in, quoted for bash.
+    """Return the task's command line with its container, quoted for bash.
 
     The folders that every task needs are mounted beside the user's.
     """
@@ -427,14 +420,7 @@ def explain(
     partitions: Iterable[str] = (),
     nodes: Sequence[NodeKind] = (),
 ) -> HpcElasticError:
-    """Return the error to raise for a submission that sbatch refused, with key, value and remedy.
-
-    Args:
-        stderr: The standard error of sbatch.
-        settings: The settings of the refused array.
-        partitions: Names of the cluster's partitions, as far as known.
-        nodes: The kinds of nodes of the partitions in question, as far as known.
-    """
+    """Return the error for a submission that sbatch refused, with key, value and remedy."""
     lines = stderr.strip().splitlines()
     own = [line for line in lines if "error:" in line] or lines  # a wrapper may print others
     text = " ".join(line.removeprefix("sbatch: error: ") for line in own)
@@ -464,7 +450,6 @@ def explain(
 
 
 def _too_much(settings: SlurmSettings, nodes: Sequence[NodeKind], text: str) -> ConfigError | None:
-    """Return an error for the first setting that exceeds every node; None if there is none."""
     where = f"of partition {settings.partition}" if settings.partition else "of this cluster"
     for key, wanted, most, unit in _compared(settings, nodes):
         if wanted > most:

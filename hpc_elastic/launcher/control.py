@@ -73,11 +73,8 @@ _KILL_S = 10.0
 class CancelTarget:
     """A run to be cancelled.
 
-    Attributes:
-        run: The run.
-        spec: Its description.
-        result: How it ended, ``succeeded`` or ``failed``; None if it has left no result.
-        left: Its tasks that have not ended.
+    ``result`` is ``succeeded`` or ``failed``, or None if the run has left no result; ``left`` are
+    its tasks that have not ended.
     """
 
     run: RunDir
@@ -89,10 +86,8 @@ class CancelTarget:
     def read(cls, path: Path) -> CancelTarget:
         """Return the present state of a run that this process may act on.
 
-        Raises:
-            UntrustedRunError: It is another user's, or others may write it (`run.ownership`).
-            RunDirectoryError: The folder is no run directory, or is unreadable.
-            SlurmError: Slurm does not answer.
+        Raises UntrustedRunError if it is another user's, or others may write it (`run.ownership`);
+        RunDirectoryError if it is no run directory, or unreadable; SlurmError without an answer.
         """
         run = RunDir(path)
         spec = ownership.load_own(run, run.event_logs)
@@ -110,8 +105,7 @@ class CancelTarget:
     def to_json(self, left: Iterable[TaskState] | None) -> dict[str, Any]:
         """Return what `hpc-elastic cancel --json` prints.
 
-        Args:
-            left: The tasks that are left now; None if there was nothing to do.
+        ``left`` is None if there was nothing to do.
         """
         return {
             "run_id": self.spec.run_id,
@@ -125,8 +119,7 @@ class CancelTarget:
 def nothing_to_do(target: CancelTarget) -> str | None:
     """Return why a run need not be cancelled; None if it must be.
 
-    Raises:
-        RunDirectoryError: Its tasks are unknown, because their files are gone.
+    Raises RunDirectoryError if its tasks are unknown because their files are gone.
     """
     run, mark = target.run, target.run.cancellation()
     if target.left:
@@ -147,16 +140,9 @@ def cancel(
     warn: Callable[[str], None],
     scheduler: Scheduler | None = None,
 ) -> list[TaskState]:
-    """Cancel a run, and wait until its tasks are gone.
+    """Cancel a run, and wait until its tasks are gone; return those that are left after ``wait_s``.
 
-    Args:
-        target: The run, as it was read.
-        wait_s: Most seconds to wait.
-        warn: Receives messages for the user.
-        scheduler: The scheduler of its tasks; None: that of its launcher.
-
-    Returns:
-        The tasks that are left; none if all have ended.
+    ``warn`` receives messages for the user.
 
     Raises:
         RunDirectoryError: The run belongs to another user, or its files name a job or a process
@@ -213,10 +199,7 @@ def to_cancel(
 ) -> list[TaskState]:
     """Return the tasks to cancel now: those that were not yet, and those that are back (pure).
 
-    Args:
-        left: Tasks that have not ended.
-        cancelled_at: When each was cancelled last.
-        now: On the same clock.
+    ``cancelled_at`` is when each was cancelled last, on the clock of ``now``.
     """
 
     def is_due(task: TaskState) -> bool:
@@ -250,15 +233,7 @@ _FROZEN = (
 
 @dataclass(frozen=True)
 class Resumption:
-    """A run in its next generation.
-
-    Attributes:
-        run: The run.
-        spec: Its next description.
-        plan: The plan of its new tasks.
-        scripts: Their batch scripts.
-        entry: The log entry that begins the generation.
-    """
+    """A run in its next generation, with the log entry that begins it."""
 
     run: RunDir
     spec: RunSpec
@@ -288,9 +263,7 @@ class Resumption:
 def resume(path: Path, overrides: Sequence[str]) -> tuple[Resumption, RunHandle]:
     """Resume a run that has stopped.
 
-    Args:
-        path: The run directory.
-        overrides: ``nodes=...``, ``nproc_per_node=...`` and ``launcher.*=...``.
+    ``overrides`` are ``nodes=...``, ``nproc_per_node=...`` and ``launcher.*=...``.
 
     Raises:
         UntrustedRunError: It is another user's, or others may write it (`run.ownership`).
@@ -330,9 +303,7 @@ def resume(path: Path, overrides: Sequence[str]) -> tuple[Resumption, RunHandle]
 def require_stopped(run: RunDir, spec: RunSpec) -> None:
     """Refuse a run that has succeeded, or has tasks left.
 
-    Raises:
-        RunDirectoryError: It is one of these.
-        SlurmError: Slurm does not answer.
+    Raises RunDirectoryError for these, and SlurmError if Slurm does not answer.
     """
     _, last = _last_entry(run)
     ending = None if last is None or last.ending is None else last.ending.status
@@ -366,12 +337,8 @@ def _last_entry(run: RunDir) -> tuple[int, LogEntry | None]:
 def change_settings(before: RunSettings, overrides: Sequence[str]) -> RunSettings:
     """Return the settings to resume a run with (pure).
 
-    Args:
-        before: The settings of the last submission or resumption.
-        overrides: Overrides of Hydra, such as ``nodes=1:4`` or ``launcher.partition=gpu``.
-
-    Raises:
-        ConfigError: Names the first override that is not allowed, and the remedy.
+    ``before`` are those of the last submission or resumption. Raises ConfigError, which names the
+    first override that is not allowed, and the remedy.
     """
     config = before.as_config()
     for override in overrides:
@@ -393,8 +360,8 @@ def _prepare(
 ) -> Resumption:
     """Write the files of the new array; the run is unchanged.
 
-    `generation_before` is that of the last log entry, from before it was checked that no task is
-    left; run.json may not have it yet.
+    `generation_before` is that of the last log entry, read before the check that no task is left;
+    run.json may not have it yet.
     """
     plan = submit.lay_out([RunRequest(run.path, settings, spec.entry)], Path(spec.submission))
     (preemptions,) = submit.query_backend(plan)
@@ -453,7 +420,6 @@ def _resumed_by_another(run: RunDir) -> SubmissionError:
 
 
 def _record(resumption: Resumption, jobs: SubmittedJobs) -> RunHandle:
-    """Record the resumption in the run's events and the user's list of runs."""
     run = resumption.run
     EventLog(run.events(COMMANDS), COMMANDS).write(
         "resume",

@@ -36,9 +36,9 @@ def report_file() -> Path | None:
 
 
 def report_submission(file: Path, prepared: Prepared, jobs: SubmittedJobs) -> None:
-    """Report a submission; a launcher of local runs leaves its terminal first.
+    """Report a submission, the first one only; a launcher of local runs leaves its terminal first.
 
-    It does so once: when a sweep's second batch is submitted the command has returned.
+    When a sweep's second batch is submitted, the command has returned.
     """
     plan, log = prepared.plan, None
     if plan.backend == "local":
@@ -93,11 +93,8 @@ def leave_terminal(log: Path) -> None:
 def in_background(work: Callable[[Callable[[dict[str, Any]], None]], None]) -> dict[str, Any]:
     """Call a function in a process of its own, and return its report.
 
-    Args:
-        work: Called there with a function that sends the report; it may continue after that.
-
-    Returns:
-        The report; ``{"error": ...}`` if the function failed before it; empty if it ended without.
+    ``work`` gets a function that sends the report, and may continue after that. The report is
+    ``{"error": ...}`` if it failed before, and empty if it ended without one.
     """
     reads, writes = os.pipe()
     if os.fork() == 0:

@@ -52,14 +52,10 @@ scheduler a task that is being requeued."""
 class RunFollower:
     """Follows runs. A run that has ended is read no further.
 
-    Args:
-        runs: The run directories.
-        query: Queries the scheduler; it returns None if it has no answer at the moment, and what
-            was listed before still counts then.
-        list_s: Shortest time between two queries of Slurm.
-        read_s: Shortest time between two readings of the files.
-        clock: Monotonic seconds.
-        warn: Called once when the scheduler does not answer, and once when it does again.
+    ``query`` returns None if the scheduler has no answer at the moment: its last list still counts
+    then. ``warn`` is called once when it does not answer, and once when it does again. ``list_s``
+    and ``read_s`` are the shortest times between two queries of Slurm and two readings of the
+    files.
     """
 
     def __init__(
@@ -109,7 +105,6 @@ class RunFollower:
         return [run.view for run in self._runs if run.view is not None]
 
     def _list_tasks(self, runs: Sequence[_FollowedRun], now: float) -> None:
-        """Query the scheduler, if it is due for one of the runs."""
         dues = [run.list_due(self._list_s, self._fresh_s, now) for run in runs]
         if now < max(min(dues, default=math.inf), self._listed_at + self._answer_s / ANSWER_SHARE):
             return

@@ -36,9 +36,7 @@ _PLAIN = (OverrideType.CHANGE, OverrideType.ADD, OverrideType.FORCE_ADD)
 class SweepComposer:
     """Composes the jobs of one sweep (login node).
 
-    Args:
-        loader: Hydra's config loader, from the HydraContext of the launcher.
-        master: The config of the sweep as a whole, from ``Launcher.setup``.
+    ``master`` is the config of the sweep as a whole, from ``Launcher.setup``.
     """
 
     def __init__(self, loader: Any, master: DictConfig) -> None:
@@ -60,10 +58,8 @@ class SweepComposer:
         """Return the config of the job with these overrides, as `load_sweep_config` would.
 
         It is valid until the next call: jobs that are alike share all top-level nodes that their
-        overrides do not touch, and the parent of those is the config composed last.
-
-        Raises:
-            HydraException: Hydra's errors about the overrides.
+        overrides do not touch, and the parent of those is the config composed last. Hydra's errors
+        about the overrides (HydraException) pass through.
         """
         before, self._before = self._before, tuple(overrides)
         config = self._given.pop(self._before, None)
@@ -175,8 +171,8 @@ class SweepComposer:
 def settings_in(config: DictConfig) -> frozenset[str]:
     """Return the keys of the launcher's settings that were typed, and have one value in all jobs.
 
-    They are no part of what distinguishes the jobs, and ``launcher.env`` may hold tokens: they are
-    left out of ``hydra.job.override_dirname``, which names folders.
+    ``hydra.job.override_dirname``, which names folders, leaves them out: they do not distinguish
+    the jobs, and ``launcher.env`` may hold tokens.
     """
     typed: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
     parsed = OverridesParser.create().parse_overrides([str(line) for line in typed or ()])

@@ -88,9 +88,8 @@ _MOST_SHORT_LIVES = 3
 def submit(plan: Plan) -> LocalJobs:
     """Start a plan, whose files are written, on this machine.
 
-    Raises:
-        ConfigError: See `require_possible`.
-        SubmissionError: A process could not be started; none is left.
+    Raises ConfigError as `require_possible` does, and SubmissionError if a process could not be
+    started; none is left then.
     """
     require_possible(plan)
     agents = [run.settings.launcher.agent for run in plan.runs]
@@ -115,9 +114,8 @@ def submit(plan: Plan) -> LocalJobs:
 def require_possible(plan: Plan) -> None:
     """Refuse a plan that this machine cannot run, before anything is written.
 
-    Raises:
-        ConfigError: ``launcher.wait=false``, where no process would run the queue; or a run has
-            more nodes than the machine has GPUs.
+    Raises ConfigError for ``launcher.wait=false``, where no process would run the queue, and for a
+    run with more nodes than the machine has GPUs.
     """
     if not plan.launcher.wait and detach.report_file() is None:
         remedy = "launcher=local runs as long as the launcher waits: leave the setting off. In the "
@@ -138,8 +136,8 @@ def agent_limit(plan: Plan, num_cpus: int) -> int:
 def queue_of(plan: Plan) -> list[LocalTask]:
     """Return the tasks of all arrays in order, with job ids that no other launch has.
 
-    Leftovers of a task are killed by its ids, so they are drawn at random: two launches may begin
-    at the same time, also in containers that do not see each other. Each task has a further one.
+    The ids find a task's leftovers to kill, so they are drawn at random: two launches may begin at
+    the same time, also in containers that do not see each other.
     """
     job_id = 10**12 + secrets.randbelow(9 * 10**12)
     gpus = machine_gpus(os.environ)
@@ -288,9 +286,9 @@ class LocalTask:
             self.exit_code = code
 
     def kill_leftovers(self) -> int:
-        """Kill the processes that an agent which was killed has left; return their number.
+        """Kill the processes that a killed agent has left; return their number.
 
-        They are descendants of no process that is known, so they are found by their environment.
+        They are descendants of no known process, so their environment identifies them.
         """
         own = {"SLURM_ARRAY_JOB_ID": str(self.job_id), "SLURM_ARRAY_TASK_ID": str(self.index)}
         return kill_by_environment(own)
@@ -306,13 +304,8 @@ _launcher_started = cache(start_ticks)
 class LocalJobs:
     """The processes of one submission, and the thread that starts them.
 
-    Args:
-        tasks: All tasks, in the order of the queue.
-        submission: The sweep's ``.hpc_elastic``.
-        max_agents: Most processes at a time.
-        stop_after_s: Seconds between SIGTERM and SIGKILL when processes are ended.
-        exit_after_s: Seconds that agents have to end once their runs have ended.
-        command: Makes the command line of a task.
+    ``stop_after_s`` is the time between SIGTERM and SIGKILL when processes are ended;
+    ``exit_after_s`` is the time that agents have to end once their runs have ended.
     """
 
     def __init__(
@@ -347,8 +340,7 @@ class LocalJobs:
     def start(self) -> None:
         """Write the table and start the first tasks.
 
-        Raises:
-            OSError: One could not be started; those that were started are ended.
+        Raises OSError if one could not be started; those that were started are ended.
         """
         try:
             self.run_queue_once()
@@ -375,10 +367,7 @@ class LocalJobs:
         self.write_table()
 
     def release(self) -> str:
-        """End all processes: without the launcher nothing would start pending tasks.
-
-        A run that has not ended is cancelled.
-        """
+        """End all processes, and cancel runs that go on: nothing else would start pending tasks."""
         for run in {task.run for task in self._tasks}:
             with contextlib.suppress(OSError, RunDirectoryError):  # the processes end in any case
                 if not run.is_over:
@@ -487,7 +476,7 @@ class LocalJobs:
     def _check_runs(self, *, is_full: bool) -> None:
         """Skip tasks of runs that have ended, and exclude tasks whose node their run excludes.
 
-        While no place is free, this is done more rarely.
+        It does so more rarely while no place is free.
         """
         if is_full and time.monotonic() < self._check_runs_at:
             return
@@ -551,11 +540,7 @@ def gpu_variables(
 ) -> dict[str, str]:
     """Return the GPU variables of a node: consecutive GPUs, equally many for every node (pure).
 
-    Args:
-        gpus: Those of the machine; without any, no variable is set.
-        nproc: Workers per node.
-        slot: Number of the node in its run.
-        num_nodes: Most nodes of the run.
+    Without GPUs, no variable is set. ``num_nodes`` is the most that the run may have.
     """
     if not gpus:
         return {}
@@ -566,8 +551,7 @@ def gpu_variables(
 def require_gpus(runs: Iterable[RunRequest], gpus: Sequence[str]) -> None:
     """Refuse a run that uses GPUs and has more nodes than there are, or no GPU (pure).
 
-    Raises:
-        ConfigError: A run does; names both numbers.
+    Raises ConfigError, which names both numbers.
     """
     for run in runs:
         nodes = run.settings.nodes
@@ -591,8 +575,8 @@ def require_gpus(runs: Iterable[RunRequest], gpus: Sequence[str]) -> None:
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], stop_after_s: float) -> None:
     """End processes and all their descendants.
 
-    SIGTERM first, so that agents can stop their workers; after ``stop_after_s`` seconds, or at
-    once on a second Ctrl-C, SIGKILL for those that are left.
+    SIGTERM comes first, so that agents can stop their workers; SIGKILL follows after
+    ``stop_after_s`` seconds, or at once on a second Ctrl-C.
     """
     if not processes:
         return

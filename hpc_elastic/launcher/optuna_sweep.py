@@ -119,15 +119,9 @@ _NUM_CANCELLING = 16
 def run_study(sweep: Sweep, settings: OptunaSettings, arguments: Sequence[str]) -> None:
     """Run trials until the study has ``n_trials`` that have ended; write optimization_results.yaml.
 
-    Args:
-        sweep: Hydra's arguments.
-        settings: The checked ``hydra.sweeper``.
-        arguments: The overrides on the command line.
-
-    Raises:
-        HpcElasticError: Nothing was submitted; or too many trials have failed, and those in flight
-            have ended since.
-        SystemExit: It was interrupted; what has become of the runs was printed.
+    Raises HpcElasticError if nothing was submitted, or too many trials have failed and those in
+    flight have ended since; SystemExit at an interrupt, after it has printed what has become of the
+    runs.
     """
     # a line for each event that this process writes: a cancellation, a resumption
     logging.getLogger(events.__name__).setLevel(logging.WARNING)
@@ -140,7 +134,6 @@ def run_study(sweep: Sweep, settings: OptunaSettings, arguments: Sequence[str]) 
 
 @contextmanager
 def _only_launcher(folder: Path) -> Iterator[None]:
-    """Hold the lock of a sweep directory."""
     ownership.claim(folder / SUBMISSION)
     with (folder / SUBMISSION / "sweeper.lock").open("a") as lock:
         try:
@@ -158,10 +151,7 @@ def _interrupted_at_pauses() -> Iterator[Callable[[float], None]]:
     """Delay SIGINT and SIGTERM until the next pause; a second one interrupts at once (main thread).
 
     A submission or a write of Optuna is completed first: Optuna's lock of a journal file fails if
-    its release is interrupted.
-
-    Yields:
-        Pauses for a number of seconds; raises KeyboardInterrupt if a signal has come.
+    its release is interrupted. The yielded pause raises KeyboardInterrupt if a signal has come.
     """
     come: list[int] = []
 
@@ -195,10 +185,7 @@ def _interrupted_at_pauses() -> Iterator[Callable[[float], None]]:
 class SearchSpace:
     """What varies between the trials, and what does not.
 
-    Attributes:
-        distributions: Of each parameter, by its key.
-        prefixes: What Hydra's grammar has before the key: ``+`` for one that the config lacks.
-        fixed: The other overrides.
+    ``prefixes`` are what Hydra's grammar has before the key: ``+`` for one that the config lacks.
     """
 
     distributions: Mapping[str, BaseDistribution]
@@ -209,13 +196,7 @@ class SearchSpace:
     def read(cls, params: Mapping[str, Any], arguments: Sequence[str], loader: Any) -> SearchSpace:
         """Return the space of ``hydra.sweeper.params`` and the command line, which has precedence.
 
-        Args:
-            params: ``hydra.sweeper.params``.
-            arguments: The overrides on the command line.
-            loader: Hydra's config loader, which knows the options of a group.
-
-        Raises:
-            ConfigError: An override cannot be parsed, or no parameter varies.
+        Raises ConfigError if an override cannot be parsed, or no parameter varies.
         """
         lines = [*(f"{name}={_text_of(value)}" for name, value in params.items()), *arguments]
         try:
@@ -251,10 +232,8 @@ def distribution_of(override: Override) -> BaseDistribution:
     """Return Optuna's distribution of a sweep in Hydra's grammar (pure).
 
     ``range`` excludes its end, as in Hydra. ``interval`` includes it, and ``int(interval(1,9))`` is
-    one of whole numbers; the tag ``log`` makes it logarithmic.
-
-    Raises:
-        ConfigError: It has no value, or cannot be logarithmic.
+    one of whole numbers; the tag ``log`` makes it logarithmic. Raises ConfigError if it has no
+    value, or cannot be logarithmic.
     """
     value, key = override.value(), str(override.key_or_group)
     text = str(override.input_line).partition("=")[2]
@@ -303,16 +282,10 @@ _PRUNERS = {
 
 
 def open_study(settings: OptunaSettings, folder: Path, name: str) -> optuna.Study:
-    """Return the study, new or continued.
+    """Return the study of a sweep directory, new or continued.
 
-    Args:
-        settings: The checked settings.
-        folder: The sweep directory.
-        name: Name of the script.
-
-    Raises:
-        ConfigError: The storage cannot be opened, has a study with other directions, or a sampler
-            or pruner cannot be made.
+    Raises ConfigError if the storage cannot be opened or has a study with other directions, or a
+    sampler or pruner cannot be made.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = _component("sampler", settings.sampler, _SAMPLERS, optuna.samplers)
@@ -346,7 +319,6 @@ def open_study(settings: OptunaSettings, folder: Path, name: str) -> optuna.Stud
 
 
 def _component(key: str, given: Any, names: Mapping[str, str], module: Any) -> Any:
-    """Return a sampler or a pruner."""
     from hydra.utils import instantiate
 
     try:
@@ -365,8 +337,7 @@ def _component(key: str, given: Any, names: Mapping[str, str], module: Any) -> A
 def values_of(value: Any, num_objectives: int) -> list[float]:
     """Return the objectives of a return value of rank 0 (pure).
 
-    Raises:
-        ValueError: It is no number; for several objectives, no list of as many.
+    Raises ValueError if it is no number, or, for several objectives, no list of as many.
     """
     listed = value if num_objectives > 1 and isinstance(value, list) else [value]
     numbers = [v for v in listed if isinstance(v, int | float) and not isinstance(v, bool)]
@@ -382,9 +353,8 @@ def values_of(value: Any, num_objectives: int) -> list[float]:
 class Curve:
     """Values of a trial at multiples of a number of steps, from those at other steps.
 
-    Attributes:
-        step: The last multiple whose value is known.
-        before: The last point: step and value.
+    ``step`` is the last multiple whose value is known; ``before`` is the last point: step and
+    value.
     """
 
     step: int = 0
@@ -393,8 +363,8 @@ class Curve:
     def add(self, step: int, value: float, every_steps: int) -> list[tuple[int, float]]:
         """Return the multiples that this point passes, each with its interpolated value.
 
-        After the first point, only the last multiple has one. A step that was reported before,
-        since the run has restarted from a checkpoint, passes none.
+        The first point gives only the last multiple. A step that was reported before, since the run
+        has restarted from a checkpoint, passes none.
         """
         before, last = self.before, step - step % every_steps
         if before is not None and step <= before[0]:
@@ -424,10 +394,9 @@ class _Flight:
 
 
 class _OpenJobs:
-    """The submissions of all trials in flight, as one, for the waiter: one call of squeue for all.
+    """The submissions of all trials in flight, as one, for the waiter.
 
-    Args:
-        sweep: The sweep directory.
+    One call of squeue for all.
     """
 
     def __init__(self, sweep: Path) -> None:
@@ -535,7 +504,6 @@ class _StudyRunner:
         return freeze_job(config, number, self._entry, self._shared)
 
     def run(self) -> None:
-        """Run trials until enough have ended."""
         text = OmegaConf.to_yaml(self._sweep.config)
         write_atomic(self._sweep.dir / "multirun.yaml", text, mode=0o600)
         console = console_for(sys.stdout)
@@ -557,8 +525,7 @@ class _StudyRunner:
     def finish(self) -> None:
         """Write and print the best trial.
 
-        Raises:
-            HpcElasticError: No trial was completed, or too many have failed.
+        Raises HpcElasticError if no trial was completed, or too many have failed.
         """
         error = None
         if self._is_failing():
@@ -698,7 +665,6 @@ class _StudyRunner:
     # ---- results
 
     def _poll(self) -> bool:
-        """Poll once; return whether a trial has ended."""
         before = list(self._flights)
         for flight, view in zip(before, self._waiter.poll_runs(), strict=True):
             if view.ended is not None:
@@ -710,7 +676,6 @@ class _StudyRunner:
         return len(self._flights) < len(before)
 
     def _end_trial(self, flight: _Flight, end: RunEnd) -> None:
-        """Store the end of a trial in the study."""
         what, detail = "failed", ""
         if end.status == "cancelled":  # by a user
             self._store(flight.trial, state=TrialState.PRUNED)
@@ -739,7 +704,6 @@ class _StudyRunner:
         self._pool.submit(self._jobs.drop_run, flight.run)
 
     def _store(self, trial: optuna.Trial, values: Any = None, state: Any = None) -> None:
-        """Store how a trial has ended."""
         try:
             self._study.tell(trial, values, state=state)
         except RuntimeError as e:
@@ -785,7 +749,7 @@ class _StudyRunner:
         self._jobs.drop_run(run)
 
     def _drop(self, flight: _Flight, what: str, detail: str = "") -> None:
-        """Print what has become of a trial, and follow it no longer."""
+        """Print how a trial ended, and follow it no longer."""
         self._flights.remove(flight)
         self._waiter.drop(flight.run)
         head = f"[{self._num_ended()}/{self._settings.n_trials}] trial {flight.trial.number}"
@@ -814,7 +778,6 @@ class _StudyRunner:
 
 
 def _label(params: Mapping[str, Any]) -> str:
-    """Return parameters in one line."""
     return " ".join(
         f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
         for name, value in params.items()

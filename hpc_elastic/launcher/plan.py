@@ -44,12 +44,8 @@ _IN_NO_DIRECTIVE = {f.name for f in fields(LauncherSettings)} - {"preempt_signal
 class RunRequest:
     """One run to be submitted.
 
-    Attributes:
-        dir: Absolute path of the run directory.
-        settings: The checked settings.
-        entry: The user's function.
-        overrides: The user's overrides of this run, its label in tables.
-        hydra_files: Name -> text of the files to write to ``.hydra/``.
+    ``overrides`` are its label in tables; ``hydra_files`` maps names to the texts to write to
+    ``.hydra/``.
     """
 
     dir: Path
@@ -73,7 +69,6 @@ class PlannedArray:
 
     Attributes:
         number: Number k of the array in the sweep.
-        launcher: Settings of its runs.
         tasks: Its tasks by index in the array, or by node id in the co-allocated job.
         coallocated: Whether it is one job of ``len(tasks)`` nodes.
         after: Number of the co-allocated job that has to start first; None if there is none.
@@ -88,13 +83,7 @@ class PlannedArray:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that one submission hands to the scheduler.
-
-    Attributes:
-        submission: Absolute path of the sweep's ``.hpc_elastic``.
-        runs: The runs, in the order of the sweep.
-        arrays: The job arrays, in the order of their submission.
-    """
+    """All that one submission hands to the scheduler: its runs and arrays, in order."""
 
     submission: Path
     runs: tuple[RunRequest, ...]
@@ -145,13 +134,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A plan whose files are written.
-
-    Attributes:
-        plan: The plan.
-        scripts: The batch script of each array; none with ``launcher=local``.
-        specs: The description of each run, as it is written.
-    """
+    """A plan whose files are written; ``scripts`` is empty with ``launcher=local``."""
 
     plan: Plan
     scripts: tuple[Path, ...]
@@ -163,14 +146,8 @@ def make_plan(
 ) -> Plan:
     """Lay the runs of one submission out as job arrays.
 
-    Args:
-        runs: The runs in the order of the sweep, at least one.
-        submission: Absolute path of the sweep's ``.hpc_elastic``.
-        max_array_size: Slurm's MaxArraySize, the most tasks of one array.
-        first_array: Number of the first array; a sweep submitted in batches continues counting.
-
-    Raises:
-        ConfigError: A setting of the whole submission differs between runs.
+    A sweep that is submitted in batches counts its arrays on from ``first_array``. Raises
+    ConfigError if a setting of the whole submission differs between runs.
     """
     first_launcher = runs[0].settings.launcher
     for other in (run.settings.launcher for run in runs[1:]):
@@ -236,7 +213,6 @@ def _same_resources(runs: Sequence[RunRequest]) -> Iterable[list[_Share]]:
 
 
 def _in_order(group: Sequence[_Share]) -> Iterator[Slot]:
-    """Yield the array slots of some runs, in the queue's order."""
     if group[0].launcher.queue_order == "depth_first":
         for share in group:
             yield from (Slot(share.run, slot) for slot in share.slots)

@@ -51,12 +51,7 @@ _LONGEST_RESULT = 200
 
 
 class RunNews:
-    """What is worth a message in the polls of a run, each once.
-
-    Attributes:
-        run: The run.
-        view: The last view of it; once it has ended, with its values or its error.
-    """
+    """What is worth a message in the polls of a run, each once."""
 
     def __init__(self, run: RunHandle) -> None:
         self.run = run
@@ -84,7 +79,6 @@ class RunNews:
             yield f"{head}: {text}"
 
     def _of_tasks(self, view: RunView) -> Iterator[str]:
-        """Yield which task has failed, and which cannot start."""
         names: dict[int | None, str] = dict(enumerate(self.run.tasks))
         listed = (view.tasks or {}).items()  # a replacement counts as the task
         states = {names.get(state.slot, name): state for name, state in listed}
@@ -120,8 +114,8 @@ class RunNews:
     def _new_restarts(self, num_spent: int) -> Iterable[tuple[int, Event]]:
         """Yield number and event of each restart that was not reported yet.
 
-        Events are read only if more restarts are counted than were reported. A file system may show
-        them late: they are yielded at a later poll then.
+        Events are read only if the count of restarts has grown. A file system may show them late: a
+        later poll yields them then.
         """
         if num_spent <= self._num_restarts:
             return
@@ -186,8 +180,7 @@ def _text(value: object) -> str:
 class Progress:
     """Shows the runs while entered: a live table on a terminal, else a line for each change.
 
-    Args:
-        console: Where; None: messages are logged, for a thread beside the user's program.
+    Without a console messages are logged, for a thread beside the user's program.
     """
 
     def __init__(self, console: Console | None) -> None:
@@ -314,10 +307,7 @@ def results_table(runs: Sequence[RunHandle], ends: Sequence[RunEnd]) -> Table:
 
 
 def location(dirs: Sequence[Path], sweep: Path, cwd: Path) -> str:
-    """Return the line that names the folder of the runs, below a table or alone (pure).
-
-    A path does not fold well in a column, and the table's first column has the rest of it.
-    """
+    """Return the line that names the folder of the runs, below a table or alone (pure)."""
     folder = dirs[0] if len(dirs) == 1 else sweep
     shown = folder.relative_to(cwd) if folder.is_relative_to(cwd) else folder
     return f"{'run' if len(dirs) == 1 else 'runs'} in {shown}{os.sep}"
@@ -348,7 +338,7 @@ class _Unfailing:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write if possible; return the number of characters taken."""
+        """Return the number of characters taken."""
         try:
             return self._stream.write(text)
         except UnicodeEncodeError:
@@ -361,7 +351,6 @@ class _Unfailing:
             return len(text)
 
     def flush(self) -> None:
-        """Flush if possible."""
         try:
             self._stream.flush()
         except BrokenPipeError:

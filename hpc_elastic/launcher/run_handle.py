@@ -73,12 +73,7 @@ class SubmittedJobs(Protocol):
 class RunHandle:
     """One submitted run.
 
-    Attributes:
-        dir: The run directory.
-        label: Its overrides, as shown in tables.
-        tasks: Names of its tasks, by slot.
-        submission: The sweep's ``.hpc_elastic``.
-        jobs: The submission that it is part of.
+    ``tasks`` are the names of its tasks by slot, ``label`` is its overrides.
     """
 
     dir: Path
@@ -163,8 +158,7 @@ class RunHandle:
 def results_folder(run: RunDir, result: Mapping[str, Any]) -> Path | None:
     """Return the folder of return values that result.json names; None if it names none.
 
-    Raises:
-        DamagedFileError: It names one outside of the run.
+    Raises DamagedFileError if it is outside of the run.
     """
     name = result.get("results")
     if not name:
@@ -179,8 +173,7 @@ def results_folder(run: RunDir, result: Mapping[str, Any]) -> Path | None:
 def read_result_status(run: RunDir) -> str | None:
     """Return the status in result.json; None if the run has left none.
 
-    Raises:
-        RunDirectoryError: The file is damaged or unreadable.
+    Raises RunDirectoryError if the file is damaged or unreadable.
     """
     try:
         result = read_json(run.result)
@@ -192,8 +185,7 @@ def read_result_status(run: RunDir) -> str | None:
 def mark_cancelled(run: RunDir, warn: Callable[[str], None]) -> None:
     """Mark a run as cancelled; an earlier mark stays.
 
-    Raises:
-        RunDirectoryError: The run belongs to another user.
+    Raises RunDirectoryError if the run belongs to another user.
     """
     if is_there(run.cancelled):
         return

@@ -68,12 +68,8 @@ DEFAULT_MAX_ARRAY_SIZE = 1001
 class SlurmJobs:
     """The submitted arrays of a sweep; they outlive this process.
 
-    Attributes:
-        job_ids: Job ids of the arrays and co-allocated jobs.
-        sweep: The sweep directory.
-        client: Runs Slurm's commands.
-        time_slots: Fits the limits of the tasks of runs that have no node, and so no leader.
-        result_job: The job that stands for the result of the runs (``launcher.result_job``).
+    ``time_slots`` fits the limits of the tasks of runs that have no node, and so no leader.
+    ``result_job`` stands for the result of the runs (``launcher.result_job``).
     """
 
     job_ids: Sequence[str]
@@ -181,13 +177,8 @@ def _take_back(
 ) -> str:
     """Cancel what was submitted of a plan; return what may be left, empty if nothing.
 
-    Args:
-        plan: The plan.
-        ids: Job ids of the submitted arrays, by number.
-        script: The batch script whose submission failed.
-        client: Runs Slurm's commands.
-        is_certain: Whether that has certainly submitted nothing. Else a task that starts exits,
-            because its run is marked.
+    ``script`` is the batch script whose submission failed, ``is_certain`` whether it has certainly
+    submitted nothing. Else a task that starts exits, because its run is marked.
     """
 
     def mark_runs() -> None:
@@ -217,16 +208,8 @@ def submit_script(
 ) -> str:
     """Submit one array or co-allocated job; write its job id beside the script, and return it.
 
-    Args:
-        script: ``array-<k>.sbatch``, as rendered.
-        num_tasks: Number of its tasks.
-        client: Runs Slurm's commands.
-        flags: Flags of sbatch beside those in the script.
-
-    Raises:
-        SlurmCommandError: sbatch refused the script, is not installed, or did not answer and Slurm
-            lists no job of the script.
-        OSError: The job id could not be written.
+    Raises SlurmCommandError if sbatch refused the script, is not installed, or did not answer and
+    Slurm lists no job of the script, or OSError if the job id could not be written.
     """
     files = ArrayFiles.of(script)
     task = submitit.helpers.CommandFunction(
@@ -249,7 +232,7 @@ _LOOKS_S = (1.0, 4.0, 15.0)
 
 
 def _look_for(files: ArrayFiles, client: SlurmClient) -> str | None:
-    """Return the job of an array whose submission was not answered, if it is in the queue."""
+    """Return the queued job of an array whose submission was not answered; None without one."""
     for pause_s in _LOOKS_S:
         time.sleep(pause_s)
         with suppress(SlurmCommandError):
@@ -305,10 +288,10 @@ _HARMLESS = frozenset(["SBATCH_DEBUG", "SBATCH_IGNORE_PBS", "SBATCH_WAIT", "SBAT
 
 
 def with_shell_defaults(launcher: SlurmSettings, environ: Mapping[str, str]) -> SlurmSettings:
-    """Return settings with what the shell's options of sbatch give where none is typed (pure).
+    """Return settings with the shell's options of sbatch for those not typed (pure).
 
-    These are the options that name an account or a place; sites and users set them once for all
-    jobs. As settings they are in run.json, and hold for each later submission of the run's tasks.
+    These options name an account or a place; sites and users set them once for all jobs. As
+    settings they are in run.json, and hold for each later submission of the run's tasks.
     """
     given = {key: environ.get(name) for name, key in _OF_SHELL.items()}
     own: dict[str, Any] = {k: v for k, v in given.items() if v and getattr(launcher, k) is None}
@@ -337,14 +320,9 @@ def adopt_shell(requests: Sequence[RunRequest], environ: Mapping[str, str]) -> l
 
 
 def max_array_size(*, dry_run: bool, client: SlurmClient | None = None) -> int:
-    """Return the cluster's MaxArraySize.
+    """Return the cluster's MaxArraySize; a dry run without Slurm assumes Slurm's default.
 
-    Args:
-        dry_run: Nothing will be submitted: without Slurm, its default is assumed.
-        client: Runs Slurm's commands.
-
-    Raises:
-        SubmissionError: Slurm does not answer, so nothing can be submitted.
+    Raises SubmissionError if Slurm does not answer, so nothing can be submitted.
     """
     try:
         if size := (client or SlurmClient()).max_array_size():
@@ -367,13 +345,11 @@ def query_partitions(
 ) -> list[list[Preemption]]:
     """Return how tasks of each run's pools are preempted; check that partitions can hold the run.
 
-    Slurm is queried once per partition, at the submission: when a preemption's grace runs down
-    there is no time for it, and all nodes of a partition would query at once. If Slurm does not
-    answer, its defaults are assumed. A time limit above the partitions' is printed as a note.
-
-    Raises:
-        ConfigError: A partition has fewer nodes than a run's minimum; or none of its nodes has a
-            GPU, and each worker needs one.
+    Slurm is queried once per partition, at the submission: the grace time of a preemption is too
+    short for it, and all nodes of a partition would query at once. If Slurm does not answer, its
+    defaults are assumed. A time limit above the partitions' is printed as a note. Raises
+    ConfigError if a partition has fewer nodes than a run's minimum, or if workers need GPUs and
+    none of its nodes has one.
     """
 
     @cache
@@ -408,9 +384,9 @@ def query_partitions(
 def choose_harvest(
     requests: Sequence[RunRequest], client: SiteClient | None = None
 ) -> list[RunRequest]:
-    """Return runs whose settings have what ``launcher.harvest=auto`` is on this cluster.
+    """Return runs with what ``launcher.harvest=auto`` is on this cluster, and print the choice.
 
-    A run that is resumed keeps what was chosen. The choice is printed.
+    A run that is resumed keeps its choice.
     """
     settings, notes = choose_terms([request.settings for request in requests], client)
     for note in notes:
@@ -440,7 +416,7 @@ def without_effect(settings: RunSettings) -> list[str]:
 
 
 def _require_nodes(settings: RunSettings, partitions: Sequence[Partition]) -> None:
-    """Refuse a run with a higher minimum than its partitions have nodes, which sbatch accepts.
+    """Refuse a run whose minimum exceeds its partitions' nodes; sbatch accepts it.
 
     The run would hold all their nodes and never train.
     """
@@ -458,9 +434,8 @@ def _gpu_note(
 ) -> str | None:
     """Return a note if it is unknown whether workers get the GPUs that they may need; else None.
 
-    Raises:
-        ConfigError: Each worker needs a GPU, no node of the partition has one, and others have.
-            Each of its nodes would be tried.
+    Raises ConfigError if each worker needs a GPU, no node of the partition has one, and others
+    have: each of its nodes would be tried.
     """
     without = not has_whole_nodes(settings) and gpus_asked(settings) is None
     try:

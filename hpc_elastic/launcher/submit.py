@@ -153,10 +153,7 @@ def released_on_failure(jobs: SubmittedJobs) -> Iterator[None]:
 def ended_by_interrupt() -> Iterator[None]:
     """End this program with a message, and no traceback, on Ctrl-C or SIGTERM.
 
-    The message is that of the KeyboardInterrupt, if it has one.
-
-    Raises:
-        SystemExit: It was interrupted.
+    The message is that of the KeyboardInterrupt, if it has one. Raises SystemExit then.
     """
     try:
         with _util.sigterm_as_interrupt():
@@ -172,15 +169,9 @@ def ended_by_interrupt() -> Iterator[None]:
 def prepare(requests: Sequence[RunRequest], *, sweep: Path, name: str) -> Prepared:
     """Plan the runs of one sweep directory, and write all their files.
 
-    Args:
-        requests: The runs.
-        sweep: Absolute path of the sweep directory.
-        name: Name of the user's script or function.
-
-    Raises:
-        ConfigError: See `lay_out` and `query_backend`, or a setting cannot be written.
-        RunDirectoryError: A run directory cannot be written, or holds another run.
-        SubmissionError: Slurm does not answer, or the snapshot of the code failed.
+    Raises ConfigError as `lay_out` and `query_backend` do, or if a setting cannot be written.
+    Raises RunDirectoryError if a run directory cannot be written or holds another run, and
+    SubmissionError if Slurm does not answer or the snapshot of the code failed.
     """
     found = provenance(requests[0].entry)
     _note_secrets([override for request in requests for override in request.overrides])
@@ -218,10 +209,9 @@ def _note_secrets(overrides: Sequence[str]) -> None:
 def lay_out(requests: Sequence[RunRequest], submission: Path) -> Plan:
     """Return the plan for runs in one sweep directory; launcher.harvest is decided here.
 
-    Raises:
-        ConfigError: Two runs would share a directory, settings of the sweep differ, or a run may
-            get more workers than its global batch has samples.
-        SubmissionError: Slurm does not answer.
+    Raises ConfigError if two runs would share a directory, settings of the sweep differ, or a run
+    may get more workers than its global batch has samples; SubmissionError if Slurm does not
+    answer.
     """
     shared = [folder for folder, num in Counter(r.dir for r in requests).items() if num > 1]
     if shared:
@@ -245,12 +235,9 @@ def lay_out(requests: Sequence[RunRequest], submission: Path) -> Plan:
 
 
 def query_backend(plan: Plan) -> Sequence[Sequence[Preemption] | None]:
-    """Return how tasks of each run's pools are preempted; check that runs fit.
+    """Return how tasks of each run's pools are preempted; None for a run with launcher=local.
 
-    It is None for a run with launcher=local.
-
-    Raises:
-        ConfigError: The cluster or this machine cannot hold a run.
+    Raises ConfigError if the cluster or this machine cannot hold a run.
     """
     if plan.backend == "slurm":
         from hpc_elastic.launcher.slurm import query_partitions
@@ -272,18 +259,10 @@ def write(
 ) -> Prepared:
     """Write the run directories, the array files and the batch scripts of a plan.
 
-    Args:
-        plan: The plan.
-        name: Name of the user's script or function.
-        provenance: Origin of the runs, for run.json.
-        preemptions: How tasks of each run's pools are preempted; None: as on this machine.
-
-    Raises:
-        ConfigError: A setting cannot be written into the batch script.
-        RunDirectoryError: A run directory cannot be written, holds another run, or is another
-            user's (`run.ownership`).
-        ArrayTakenError: See `with_free_numbers`; nothing was written.
-        SubmissionError: The snapshot of the code failed.
+    ``preemptions`` are those of each run's pools; None: as on this machine. Raises ConfigError if a
+    setting cannot be written into the batch script; RunDirectoryError if a run directory cannot be
+    written, holds another run, or is another user's (`run.ownership`); ArrayTakenError if nothing
+    was written (`with_free_numbers`); SubmissionError if the snapshot of the code failed.
     """
     scripts = render_scripts(plan, name)  # refuses before anything is written
     try:
@@ -337,9 +316,7 @@ def write(
 def terms_of(settings: RunSettings, preemptions: Sequence[Preemption] | None) -> list[PoolTerms]:
     """Return the terms of the tasks of each pool.
 
-    Args:
-        settings: The settings of the run.
-        preemptions: How the tasks of each pool are preempted; None: as on this machine.
+    Without ``preemptions``, those of this machine.
     """
     found: list[PoolTerms] = []
     known: Sequence[Preemption | None] = preemptions or [None] * len(settings.shares)
@@ -374,13 +351,8 @@ def next_array(submission: Path) -> int:
 def with_free_numbers(prepare_again: Callable[[], T]) -> T:
     """Plan and prepare a submission, again if another one takes its array numbers meanwhile.
 
-    Several runs of one sweep may be resumed at the same moment.
-
-    Args:
-        prepare_again: Makes the plan, and writes its files.
-
-    Raises:
-        ArrayTakenError: The numbers were taken at every try.
+    Several runs of one sweep may be resumed at the same moment. Raises ArrayTakenError if the
+    numbers were taken at every try.
     """
     for _ in range(_NUM_TRIES - 1):
         try:
@@ -393,12 +365,8 @@ def with_free_numbers(prepare_again: Callable[[], T]) -> T:
 def write_arrays(plan: Plan, scripts: Mapping[int, str]) -> tuple[Path, ...]:
     """Write the files of all arrays of a plan, which thereby owns their numbers.
 
-    Returns:
-        The batch scripts.
-
-    Raises:
-        ArrayTakenError: See `with_free_numbers`; nothing was written.
-        OSError: A file could not be written.
+    Returns the batch scripts. Raises ArrayTakenError if another submission has the numbers
+    (`with_free_numbers`), and nothing was written; OSError if a file could not be written.
     """
     submission = Submission(plan.submission)
     ours: list[Path] = []
@@ -420,14 +388,8 @@ def render_scripts(
 ) -> dict[int, str]:
     """Return the text of the batch script of each array, by number; none with launcher=local.
 
-    Args:
-        plan: The plan.
-        name: Name of the jobs where ``launcher.job_name`` gives none.
-        python: Interpreter of the tasks.
-        cwd: Directory of the setup lines; None: the present one.
-
-    Raises:
-        ConfigError: A setting cannot be written into a batch script.
+    ``name`` names the jobs where ``launcher.job_name`` gives none; setup lines run in ``cwd``, by
+    default the present directory. Raises ConfigError if a setting cannot be written.
     """
     if plan.backend != "slurm":
         return {}
@@ -455,8 +417,7 @@ def render_scripts(
 def read_template(path: str | None) -> str:
     """Return the text of the packaged template, or of the user's own.
 
-    Raises:
-        ConfigError: The user's template cannot be read.
+    Raises ConfigError if the user's template cannot be read.
     """
     packaged = _util.folder("sbatch_templates") / "array.sbatch.j2"
     try:
@@ -471,14 +432,8 @@ def read_template(path: str | None) -> str:
 def write_concurrently(write_run: Callable[..., None], *of_each_run: Sequence[Any]) -> None:
     """Write the files of all runs, several runs at a time where a file system is slow.
 
-    On a fast file system threads would only wait for the interpreter's lock.
-
-    Args:
-        write_run: Writes the files of one run.
-        of_each_run: Its arguments, for each run.
-
-    Raises:
-        Exception: That of the first call that failed; later calls may not have been made.
+    On a fast file system threads would only wait for the interpreter's lock. The first call that
+    fails raises its own error; later calls may not have been made.
     """
     remaining = zip(*of_each_run, strict=True)
     started = time.monotonic()
@@ -492,11 +447,7 @@ def write_concurrently(write_run: Callable[..., None], *of_each_run: Sequence[An
 
 
 def require_writable(folder: Path) -> None:
-    """Make the sweep directory.
-
-    Raises:
-        RunDirectoryError: It cannot be made or written to; choose another.
-    """
+    """Make the sweep directory; raise RunDirectoryError if it cannot be made or written to."""
     probe = folder / ".hpc_elastic-probe"
     try:
         make_folder(folder, parents=True)
@@ -527,10 +478,6 @@ def remove_rendered(dirs: Sequence[Path], submission: Path) -> None:
     An array is removed if all its runs are among them, and no task of it has ever started: the
     tasks of a script that is submitted by hand record its job id. A task of it that still waits in
     the queue runs what is written now.
-
-    Args:
-        dirs: The run directories.
-        submission: The sweep's ``.hpc_elastic``.
     """
     for array in Submission(submission).arrays():
         if array.job_id is not None or not array.tasks.exists():

@@ -86,15 +86,9 @@ def launch_sweep(
 ) -> list[JobReturn]:
     """Freeze and submit the jobs of one batch, and wait for them unless ``launcher.wait`` is false.
 
-    Args:
-        sweep: The arguments of the set-up.
-        job_overrides: The overrides of each job.
-        initial_job_idx: hydra.job.num of the first job.
-
-    Raises:
-        HpcElasticError: Nothing was submitted. A run that fails later raises when its JobReturn is
-            read, as Hydra expects.
-        SystemExit: It was interrupted; what has become of the runs was printed.
+    ``initial_job_idx`` is hydra.job.num of the first job. Raises HpcElasticError if nothing was
+    submitted: a run that fails later raises when its JobReturn is read, as Hydra expects. Raises
+    SystemExit at an interrupt, after it has printed what has become of the runs.
     """
     with ended_by_interrupt():
         entry = entry_of(sweep.task_function, "hydra", command_line())
@@ -124,10 +118,7 @@ def launch_sweep(
 
 
 def hide_traceback(error: HpcElasticError) -> LauncherError:
-    """Return an error that Hydra prints as its text alone; a traceback of the launcher is no help.
-
-    With HYDRA_FULL_ERROR=1 Hydra prints the traceback.
-    """
+    """Return an error that Hydra prints as its text alone; with HYDRA_FULL_ERROR=1, in full."""
     if isinstance(error, LauncherError):
         return error
     hidden = LauncherError(str(error))
@@ -147,11 +138,7 @@ def share_composition(context: HydraContext, config: DictConfig) -> None:
 def require_sweep_dir(config: DictConfig) -> None:
     """Refuse a directory that Hydra uses for a single job only, and would ignore here.
 
-    Args:
-        config: The config of the whole sweep.
-
-    Raises:
-        ConfigError: ``hydra.run.dir`` was given on the command line.
+    Raises ConfigError if ``hydra.run.dir`` was given on the command line.
     """
     typed = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
     for override in map(str, typed or ()):  # ${hydra.job.num} has no value yet
@@ -168,14 +155,8 @@ _LISTS_OF_SLURM = re.compile(r"launcher\.(exclude|constraint|gpus_per_node)")
 def check_choices(config: DictConfig) -> None:
     """Refuse lists of Slurm's that Hydra reads as a choice, and what is no text of the locale.
 
-    A sweep over partitions is named.
-
-    Args:
-        config: The config of the whole sweep.
-
-    Raises:
-        ConfigError: ``launcher.exclude=node1,node2`` would be two runs, each without one node; or
-            a value cannot be written.
+    A sweep over partitions is named. Raises ConfigError: ``launcher.exclude=node1,node2`` would be
+    two runs, each without one node.
     """
     typed: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
     for line in map(str, itertools.chain(*typed.values())):
@@ -233,13 +214,7 @@ _CALL = re.compile(r"\$\{\s*(?!hydra:)[\w.]+:")
 
 @dataclass(frozen=True)
 class FrozenJob:
-    """One job of the sweep, with its configs as frozen.
-
-    Attributes:
-        request: The run to submit.
-        task: The config that the user's function gets.
-        hydra: The ``hydra`` node.
-    """
+    """One job of the sweep, with its configs as frozen: the user's, and the ``hydra`` node."""
 
     request: RunRequest
     task: Frozen
@@ -273,15 +248,9 @@ def freeze_job(
 ) -> FrozenJob:
     """Freeze the composed config of one job.
 
-    Args:
-        config: The config of the job, as Hydra composes it. hydra.job.num, hydra.job.id and
-            hydra.runtime.output_dir are set in it, as Hydra's own launchers do.
-        number: Number of the job in the sweep.
-        entry: The user's function.
-        shared: Sections of the jobs before.
-
-    Raises:
-        ConfigError: A setting cannot work, or a value cannot be written.
+    hydra.job.num, hydra.job.id and hydra.runtime.output_dir are set in it, as Hydra's own launchers
+    do. ``shared`` has the sections of the jobs before. Raises ConfigError if a setting cannot work,
+    or a value cannot be written.
     """
     shared = shared or SharedSections()
     before = HydraConfig.instance().cfg
@@ -364,7 +333,7 @@ class SharedSections:
         """Read an interpolation, so that its calls are recorded.
 
         A worker may succeed where this fails: a resolver needs the node, or the function sets the
-        key that is missing.
+        missing key.
         """
         try:
             interpolation.value()
@@ -407,8 +376,7 @@ class SharedSections:
 def _resolved(config: DictConfig, key: str) -> Any:
     """Return a setting of ours as plain values.
 
-    Raises:
-        ConfigError: An interpolation in it cannot be resolved here.
+    Raises ConfigError if an interpolation in it cannot be resolved here.
     """
     encoder = Encoder()
     plain, _ = encoder.encode(config._get_node(key), key)

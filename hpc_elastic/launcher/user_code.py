@@ -60,16 +60,9 @@ def entry_of(
 ) -> Entry:
     """Return the entry of a function at module level, or of an object whose class is there.
 
-    Args:
-        function: The function decorated with `@hydra.main`, or the argument of
-            `hpc_elastic.launch`.
-        kind: How a worker calls it: with the frozen config, or with ``args``.
-        args: Arguments of a ``function`` entry (`run.arguments`); those of the command line of a
-            ``hydra`` entry.
-
-    Raises:
-        ConfigError: Workers could not import the function, or an attribute of the object cannot be
-            written; names the remedy.
+    ``kind`` is how a worker calls it: with the frozen config, or with ``args`` (`run.arguments`);
+    ``args`` of a ``hydra`` entry are those of the command line. Raises ConfigError with a remedy if
+    workers could not import the function, or an attribute of the object cannot be written.
     """
     attributes: dict[str, Any] | None = None
     named: Any = function
@@ -122,7 +115,7 @@ def _attributes(called: object) -> dict[str, Any]:
 def _guarded_script() -> str | None:
     """Return the script that called a function of a module, if workers can import it as well.
 
-    It may have registered what the config needs. A program that an installer made is none.
+    It may have registered what the config needs. A program that an installer made does not count.
     """
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
@@ -224,10 +217,8 @@ def _require_guard() -> None:
 def search_path(*, of_main: bool = True) -> list[str]:
     """Return the entries of sys.path that a worker's interpreter does not have by default.
 
-    An empty one stands where those are that it has.
-
-    Args:
-        of_main: Whether the folder of this program's own main module is one of them.
+    An empty entry stands for those that it has. ``of_main`` adds the folder of this program's main
+    module.
     """
     paths = sysconfig.get_paths()
     own = {paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"]}
@@ -303,14 +294,9 @@ def packages() -> dict[str, str | None]:
 def take_snapshot(entries: Sequence[Entry], submission: Path) -> list[Entry]:
     """Copy the checkout of the first entry, and return the entries in the copy.
 
-    Later submissions of the same sweep run from the copy of the first: others of its runs use it.
-
-    Args:
-        entries: The user's functions in the checkout, at least one.
-        submission: The sweep's ``.hpc_elastic``; the copy is its folder ``code``.
-
-    Raises:
-        SubmissionError: The code is in no git checkout, or could not be copied.
+    The copy is the folder ``code`` in ``submission``. Later submissions of the same sweep run from
+    it: others of its runs use it. Raises SubmissionError if the code is in no git checkout, or
+    could not be copied.
     """
     top = Path(_git(source_folder(entries[0]), "rev-parse", "--show-toplevel").removesuffix("\n"))
     editable = [path for path in _editable_folders(top) if path not in entries[0].sys_path]
@@ -329,10 +315,8 @@ def take_snapshot(entries: Sequence[Entry], submission: Path) -> list[Entry]:
 def _editable_folders(top: Path) -> list[str]:
     """Return the folders of the packages in a checkout that editable installs import.
 
-    setuptools does so by a finder, and their folders are not in sys.path.
-
-    Raises:
-        SubmissionError: A package's folder has another name than the package, so no path has it.
+    setuptools imports them by a finder, so they are not in sys.path. Raises SubmissionError if a
+    package's folder has another name than the package, so that no path has it.
     """
     found: dict[str, None] = {}
     for distribution in distributions():
@@ -373,10 +357,7 @@ def own_files(listed: Iterable[str]) -> list[str]:
 
 
 def remap(entry: Entry, top: Path, code: Path) -> Entry:
-    """Return the entry with every path below ``top`` moved to ``code``.
-
-    git names ``top`` without links.
-    """
+    """Return the entry with paths below ``top``, which git names without links, in ``code``."""
 
     def moved(path: str) -> str:
         resolved = Path(path).resolve()
@@ -397,7 +378,6 @@ def remap(entry: Entry, top: Path, code: Path) -> Entry:
 
 
 def _listed(top: Path) -> list[str]:
-    """Return the files of a checkout, including those of its submodules."""
     names = _git(top, "ls-files", "-co", "--exclude-standard", "-z").split("\0")
     files: list[str] = []
     for name in dict.fromkeys(filter(None, names)):

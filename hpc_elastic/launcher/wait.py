@@ -45,11 +45,7 @@ def wait(
 ) -> list[RunEnd]:
     """Show the progress of runs until all have ended, then how each ended.
 
-    Args:
-        runs: The runs of one submission.
-        poll_interval_s: Seconds between two polls.
-        out: Where the progress is shown; None: standard output.
-        on_end: Called with each run and its end as soon as it has ended.
+    ``on_end`` gets each run and its end as soon as it has ended.
 
     Raises:
         SystemExit: Ctrl-C or SIGTERM. Slurm's runs continue, local runs are ended; which of the
@@ -86,11 +82,7 @@ def wait(
 class Waiter:
     """Polls the runs of one submission, shows them, and reads how they ended.
 
-    Args:
-        runs: The runs.
-        display: Shows progress and messages.
-        poll_interval_s: Seconds between two polls.
-        jobs: Those of the submission; None: of the first run.
+    ``jobs`` are those of the submission; None: of the first run.
     """
 
     def __init__(
@@ -208,8 +200,7 @@ class LocalView:
 def find_submission(folder: Path) -> Path:
     """Return the ``.hpc_elastic`` of a sweep directory, or of the sweep of a run directory.
 
-    Raises:
-        RunDirectoryError: `folder` is neither.
+    Raises RunDirectoryError if `folder` is neither.
     """
     if (folder / SUBMISSION).is_dir():
         return folder / SUBMISSION
@@ -220,17 +211,11 @@ def find_submission(folder: Path) -> Path:
 
 
 def read_handles(submission: Path, only: Path | None = None) -> list[RunHandle]:
-    """Return the runs of a sweep that were submitted.
+    """Return the runs of a sweep that were submitted, or the one run in the directory ``only``.
 
-    Runs whose directories were removed are left out, and named on standard error.
-
-    Args:
-        submission: The sweep's ``.hpc_elastic``.
-        only: The run directory of the one run to return; None: all runs.
-
-    Raises:
-        RunDirectoryError: A file of the sweep is missing, all its runs are, or nothing was
-            submitted from it.
+    Runs whose directories were removed are left out, and named on standard error. Raises
+    RunDirectoryError if a file of the sweep is missing, all its runs are, or nothing was submitted
+    from it.
     """
     job_ids = Submission(submission).job_ids()
     if not job_ids:

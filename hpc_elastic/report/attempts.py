@@ -29,16 +29,12 @@ _ENDS = (*_EXITS, "agent_killed", "node_lost", "replica_left")
 
 @dataclass(eq=False)
 class TaskAttempt:
-    """One attempt of one task on a node; times in Unix seconds.
+    """One attempt of one task on a node; times in Unix seconds. ``host`` is empty if unknown.
 
     Attributes:
-        task: The task.
         attempt: Number of requeues before it.
-        host: The node; empty if unknown.
         begin: Start of its process; None if it has written no event of its start.
-        started: Time of that event; None as above.
         joined: When it first asked to join a round; None if it never did.
-        last: Time of its last event.
         notice: The preemption notice; that of its agent, if there is one.
         ends: Events of its end, its own and those of leaders, by kind, in order of time. A leader
             that lost its own connections reports members of later rounds as lost.
@@ -121,10 +117,8 @@ class Round:
 
     Attributes:
         number: Its number, from 1 on.
-        time: When it was closed.
         term: Of the leader that closed it.
         members: Its members by group rank.
-        world_size: Number of their workers.
         placed: With ft=true: tasks whose workers start; else None.
         over: When it was stopped, its leader was replaced, or another round or the end of the run
             followed; infinity if it goes on.
@@ -142,9 +136,7 @@ class Round:
 class EventIndex:
     """The events of a run by what they concern.
 
-    Args:
-        events: Of all tasks, in any order; see `run.event_schema.valid_events`.
-        points: The run's progress: how far workers had come that were killed with their agents.
+    ``points`` show how far workers had come that were killed with their agents.
     """
 
     def __init__(self, events: Iterable[Event], points: Iterable[Point] = ()) -> None:
@@ -266,7 +258,6 @@ class EventIndex:
 
     @cached_property
     def _hosts(self) -> dict[str, _Course]:
-        """The hosts of each task."""
         known = {
             task: [(a.started or 0.0, a.host) for a in of_task.values() if a.host]
             for task, of_task in self._attempts.items()
@@ -279,7 +270,6 @@ class EventIndex:
 
     @cached_property
     def _memberships(self) -> dict[str, _Course]:
-        """The attempts by which each task was a member."""
         found: dict[str, list[tuple[float, int]]] = defaultdict(list)
         for round_ in self.rounds:
             for member in round_.members:

@@ -37,13 +37,10 @@ _CROSS = "M-1,-1L1,1M1,-1L-1,1"
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart.
+    """One chart, as Vega-Lite without size and colours.
 
-    Attributes:
-        name: Name of its place in the page.
-        spec: Vega-Lite, without size and colours.
-        height: Height in pixels.
-        title: What is drawn, for charts whose name does not show it.
+    ``name`` is that of its place in the page; ``title`` is for charts whose name does not show what
+    is drawn.
     """
 
     name: str
@@ -53,11 +50,7 @@ class Chart:
 
 
 def charts(report: Values) -> list[Chart]:
-    """Return the charts of a report that have data.
-
-    Args:
-        report: The JSON form of the report.
-    """
+    """Return the charts that have data, of the JSON form of a report."""
     found = [
         _bar(report), _lanes(report), _group(report), _step(report), _loss(report),
         _throughput(report), _gpus(report), *_metrics(report),
@@ -179,7 +172,7 @@ def _rows(
 
 
 def _ends(report: Values, labels: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Yield the marks of all lanes; of alike ones that would cover each other the first."""
+    """Yield the marks of all lanes; the first of alike ones that would cover each other."""
     shown = [n for n in report["nodes"] if n["ended_by"] not in (None, "end")]
     by_place = {
         (n["task"], n["ended_by"] in LOST, column): n
@@ -452,14 +445,10 @@ Stretch = Mapping[str, Any]
 
 
 def thinned_stretches(intervals: Iterable[Stretch], shortest_s: float) -> list[Stretch]:
-    """Return intervals, those that are too short to be visible joined.
+    """Return intervals (in order, without gaps), those that are too short to be visible joined.
 
     Short neighbours become one interval of the kind that fills most of it. Neighbours of one kind
     become one.
-
-    Args:
-        intervals: In order, without gaps.
-        shortest_s: Length of the shortest visible interval in seconds.
     """
     found: list[Stretch] = []
     short: list[Stretch] = []
@@ -498,10 +487,6 @@ def series(points: Sequence[tuple[float, float]], columns: int) -> list[tuple[fl
 
     The first, last, lowest and highest point of each column are kept (Jugel et al., "M4: A
     Visualization-Oriented Time Series Data Aggregation", VLDB 2014).
-
-    Args:
-        points: In order of the first value.
-        columns: Width in pixels.
     """
     if len(points) <= 4 * columns:
         return list(points)

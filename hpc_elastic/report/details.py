@@ -41,16 +41,12 @@ from hpc_elastic.slurm.run_tasks import current_names
 
 @dataclass(frozen=True)
 class RunTask:
-    """One node's task.
+    """One node's task; ``attempt`` is None if it never started.
 
     Attributes:
-        task: Its name.
-        slot: Its place in the run, from 0.
         state: The scheduler's term; None if it does not list the task, or does not answer.
         reason: Reason of the state; without a state, how its last attempt ended (`NodeTime`).
             None if there is none.
-        node: Its node; None if it has none.
-        attempt: Number of its requeues; None if it never started.
         ranks: The first and the last rank of its workers; None if it is not in the group.
         time_left_s: What is left of its time limit; None if it has none, or does not run.
         starts_in_s: While it is pending, when it may start; None if unknown.
@@ -75,7 +71,6 @@ class NewestCheckpoint:
     """The newest checkpoint.
 
     Attributes:
-        step: Its step.
         time: When it was committed, in Unix seconds; if its files are elsewhere, when the leader
             first knew of it.
         kept: Number of checkpoints in the run's directories.
@@ -91,19 +86,11 @@ class RunDetails:
     """A run at one moment, in detail.
 
     Attributes:
-        view: What it is doing.
-        label: Its overrides in one line.
         nodes: Nodes of the group now, and the fewest and most it may have; None if unknown.
         status: The last state of the group, with what is known of earlier ones; None if there is
             none.
-        round: Number of the last round; 0 before the first.
-        tasks: Its tasks by slot.
-        pace: The pace of the present group.
-        saved: The newest checkpoint; None if there is none.
         departures: Number of ended attempts of tasks by how they ended (`NodeTime`).
         account: Where the time of its nodes went.
-        history: The valid events of all tasks.
-        points: Its progress in order of time, until now.
         notes: What cannot be found out, and why.
         next_node: When its next node is expected; None if no task waits, or none is needed.
     """
@@ -173,8 +160,7 @@ class RunDetails:
 def read_details(view: RunView) -> RunDetails:
     """Return the details of a run.
 
-    Raises:
-        RunDirectoryError: This is no run directory, nor what is left of one.
+    Raises RunDirectoryError if this is no run directory, nor what is left of one.
     """
     run = view.run.path
     notes: list[str] = []
@@ -288,7 +274,7 @@ def _announced(points: Sequence[Point]) -> tuple[int, float] | None:
     """Return the newest step whose checkpoint was announced, and when it was announced first.
 
     A group that resumes before that step has not found the checkpoint: it was lost with its nodes,
-    although leaders go on to announce it.
+    although leaders continue to announce it.
     """
     known: list[tuple[int, float]] = []  # by step
     lost, highest = None, -1
@@ -353,8 +339,7 @@ def _tasks(
 def report_of(view: RunView) -> Report:
     """Return the report of a run.
 
-    Raises:
-        RunDirectoryError: This is no run directory, nor what is left of one.
+    Raises RunDirectoryError if this is no run directory, nor what is left of one.
     """
     details = read_details(view)
     notes = list(details.notes)

@@ -48,13 +48,10 @@ class LogSource:
     """One log file.
 
     Attributes:
-        path: The file.
         stream: ``agent``: the log of the agent; ``slurm``, ``local``: output of the task that the
             launcher of that name has captured.
-        task: The task that writes it.
         attempt: The attempt; None for ``slurm`` and ``local``: all attempts write to one file.
         round: The round; None for ``agent``, ``slurm`` and ``local``.
-        rank: Global rank of the worker, or None.
         host: The node; empty if it is unknown, or not the same for all attempts.
     """
 
@@ -84,7 +81,6 @@ class LogLine:
 
     Attributes:
         time: When it was written, in Unix seconds; not before the line above it.
-        source: Its file.
         text: The line as it was written, without its end; `cleaned` removes control characters.
         timed: Whether the time is from the index, and not that of the file's last change.
     """
@@ -113,12 +109,8 @@ def source_of(file: str, folder: Path, task: str, attempt: int, host: str) -> Lo
 class Selection:
     """Criteria for sources; None or an empty set selects all.
 
-    Attributes:
-        ranks: Global ranks of workers; agents have none, and need the other criteria only.
-        nodes: Hosts.
-        attempt: Attempt of the tasks.
-        round: Round of the run.
-        agents: Whether logs of agents, and output that Slurm has captured, are selected too.
+    Agents have no rank, and meet the other criteria only. ``agents`` also selects output that Slurm
+    has captured.
     """
 
     ranks: frozenset[int] = frozenset()
@@ -144,15 +136,10 @@ class NothingSelectedError(HpcElasticError, LookupError):
 
 
 def require_there(selection: Selection, sources: Iterable[LogSource]) -> None:
-    """Refuse a selection that selects nothing.
+    """Refuse a selection that selects nothing, of the sources of a run with at least one worker.
 
-    Args:
-        selection: The criteria.
-        sources: All sources of the run, of workers at least one.
-
-    Raises:
-        NothingSelectedError: A rank, node, attempt or round does not exist, or no source meets all
-            criteria.
+    Raises NothingSelectedError if a rank, node, attempt or round does not exist, or no source meets
+    all criteria.
     """
     found = list(sources)
     workers = [s for s in found if s.is_worker]
@@ -186,12 +173,10 @@ def _require(option: str, wanted: Iterable[int | str], there: Iterable[int | str
 
 
 def merge(streams: Iterable[tuple[float, Iterator[LogLine]]]) -> Iterator[LogLine]:
-    """Yield the lines of several files in order of time; a file is read when its time has come.
+    """Yield the lines of several files in order of time.
 
-    A run of days has tens of thousands of files, and writes few of them at a time.
-
-    Args:
-        streams: For each file a lower bound of the times of its lines, and its lines.
+    Each stream comes with a lower bound of the times of its lines, and is read when that time has
+    come: a run of days has tens of thousands of files, and writes few of them at a time.
     """
     heap: list[tuple[float, int, LogLine | None, Iterator[LogLine]]]
     heap = [(begin, number, None, lines) for number, (begin, lines) in enumerate(streams)]
@@ -224,11 +209,7 @@ _LONGEST_BACK = 256 << 20
 class Discovery:
     """Repeated search for the sources of a run; unchanged folders are not read again.
 
-    Args:
-        run: The run.
-
-    Raises:
-        RunDirectoryError: `run` is no run directory.
+    Raises RunDirectoryError if `run` is no run directory.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -321,12 +302,7 @@ def _hosts_in(events: Path) -> dict[int, str]:
 
 
 class LogReader:
-    """Reader of one file, forwards and in blocks, also while it grows.
-
-    Args:
-        source: The file.
-        offset: First byte to read: the start of a line.
-    """
+    """Reader of one file, forwards and in blocks, also while it grows; from a start of a line."""
 
     def __init__(self, source: LogSource, offset: int = 0) -> None:
         self.source = source
@@ -337,11 +313,7 @@ class LogReader:
         self._last = 0.0
 
     def read(self, until: int | None = None) -> list[LogLine] | None:
-        """Return the lines that end in the next block; None at the end of the file.
-
-        Args:
-            until: End to read to; None: the end of the file.
-        """
+        """Return the lines that end in the next block before ``until``; None at the file's end."""
         num_bytes = BLOCK if until is None else min(BLOCK, until - self.offset)
         data = _bytes_at(self.source.path, self.offset, num_bytes)
         if not data:
@@ -389,9 +361,7 @@ def lines(source: LogSource, start: int = 0, until: int | None = None) -> Iterat
 def begin_of(source: LogSource, since: float | None) -> float | None:
     """Return a lower bound of the times of the lines of a file; None if it has none.
 
-    Args:
-        source: The file.
-        since: Unix seconds; earlier lines do not count.
+    Lines before ``since`` (Unix seconds) do not count.
     """
     if not size_of(source.path):
         return None
@@ -421,12 +391,8 @@ def tail(
 ) -> list[LogLine]:
     """Return the last lines of all files together, in order, without reading all of them.
 
-    Args:
-        sources: The files, in their order.
-        num_lines: Number of lines.
-        keep: Predicate of lines that count.
-        since: Unix seconds; earlier lines do not count.
-        until: End of a file to read to; for other files their end.
+    ``keep`` is true for lines that count; those before ``since`` (Unix seconds) do not. ``until``
+    is the byte to read a file up to; others are read to their end.
     """
     order = {source.path: number for number, source in enumerate(sources)}
     newest = sorted(sources, key=lambda source: -modified_at(source.path))
@@ -534,13 +500,7 @@ _BYTES_A_POLL = 64 << 20
 
 
 class Follower:
-    """Reader of lines that are added to the log files of a run.
-
-    Args:
-        discovery: Finds the files.
-        selection: Selects files.
-        keep: Predicate of lines to return.
-    """
+    """Reader of lines that are added to the log files of a run."""
 
     def __init__(self, discovery: Discovery, selection: Selection, keep: Keep) -> None:
         self._discovery = discovery
@@ -554,11 +514,9 @@ class Follower:
         """Time of the last read that returned lines, in monotonic seconds."""
 
     def skip(self, sources: Sequence[LogSource]) -> dict[Path, int]:
-        """Skip the present content of files, which the caller reads.
+        """Skip the present content of files, which the caller reads up to the returned bytes.
 
-        Returns:
-            The byte up to which the caller reads each file. A line that is being written is left to
-            the follower.
+        A line that is being written is left to the follower.
         """
         ends = {}
         for source in sources:
@@ -618,8 +576,6 @@ class Follower:
 
 
 class _Followed:
-    """One file that is followed."""
-
     def __init__(self, source: LogSource, offset: int = 0) -> None:
         self.reader = LogReader(source, offset)
         self.is_closed = False
@@ -664,7 +620,6 @@ class _Followed:
         return found
 
     def drain(self) -> list[LogLine]:
-        """Return all remaining lines of a complete file."""
         found: list[LogLine] = []
         while (lines := self.reader.read()) is not None:
             found += lines
@@ -684,12 +639,7 @@ class Settling:
         self._waiting: list[tuple[float, LogLine]] = []
 
     def add(self, lines: Iterable[LogLine], now: float) -> None:
-        """Add lines, those of one file in its order.
-
-        Args:
-            lines: The lines.
-            now: Monotonic seconds.
-        """
+        """Add lines, those of one file in its order; ``now`` is monotonic seconds."""
         self._waiting.extend((now, line) for line in lines)
 
     def take_due(self, now: float) -> list[LogLine]:
@@ -712,11 +662,7 @@ class Settling:
 def readable_until(*, size: int, read: int, covered: int, waited_s: float) -> int:
     """Return the byte up to which a growing file can be read now (pure).
 
-    Args:
-        size: Its size.
-        read: Bytes that were read.
-        covered: Bytes that its index covers.
-        waited_s: Seconds for which it has had more bytes than the index covers.
+    ``waited_s`` is how long it has had more bytes than its index covers.
     """
     if covered > read:
         return min(covered, size)
@@ -726,9 +672,7 @@ def readable_until(*, size: int, read: int, covered: int, waited_s: float) -> in
 def is_over(source: LogSource, newest: LogSource) -> bool:
     """Return whether a file is complete: its task writes a newer one (pure).
 
-    Args:
-        source: The file.
-        newest: The newest file of the same task, by attempt and round.
+    ``newest`` is the newest file of the same task, by attempt and round.
     """
     if source.attempt is None:
         return False
@@ -755,11 +699,7 @@ MAX_LINE = 1 << 16
 
 
 class Splitter:
-    """Splitter of the bytes of a file, piece by piece, into lines.
-
-    Args:
-        offset: Offset of the first piece in the file.
-    """
+    """Splitter of the bytes of a file, piece by piece, into lines."""
 
     def __init__(self, offset: int = 0) -> None:
         self._held = b""

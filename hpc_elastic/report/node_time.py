@@ -100,12 +100,10 @@ class Size:
 
 @dataclass(frozen=True)
 class Account:
-    """Where the time of a run went.
+    """Where the time of a run went, by attempts in order of their beginning.
 
     Attributes:
-        nodes: Every attempt of every task, in order of their beginning.
         queued: By task, the time that it waited for a node, as intervals of kind ``queue``.
-        sizes: The size of the group over time.
         counted: Whether any step is known; without one, goodput is unknown.
     """
 
@@ -149,16 +147,11 @@ def account(
     waiting: Collection[str] = (),
     submitted: float | None = None,
 ) -> Account:
-    """Return where the time of a run went, so far.
+    """Return where the time of a run went, until ``now`` or its end, in Unix seconds.
 
-    Args:
-        history: The events of all tasks.
-        points: Progress in order of time; without it replays and checkpoints are not found.
-        now: Unix seconds; for a run that has ended, its end.
-        running: Tasks that have a node, as the scheduler lists them; None if unknown. Another task
-            has ended at the last sign of the run.
-        waiting: Pending tasks.
-        submitted: When the run was submitted; None: its first wait is unknown.
+    Without points, replays and checkpoints are not found. ``running`` and ``waiting`` are tasks as
+    the scheduler lists them; if ``running`` is not None, a task outside of it has ended at the last
+    sign of the run. Without ``submitted`` its first wait is unknown.
     """
     attempts = _attempts(history, points, now=now, running=running)
     rounds = _rounds(history, now)
@@ -194,7 +187,6 @@ class _Held:
 def _attempts(
     history: EventIndex, points: Sequence[Point], *, now: float, running: Collection[str] | None
 ) -> list[_Held]:
-    """Return the attempts whose start is known, in order of time."""
     signs = sorted([float(e["time"]) for e in history.events] + [point.time for point in points])
     run_ends = [float(e["time"]) for e in history.of("end")]
     resumes = [float(e["time"]) for e in history.of("resume")]
@@ -236,9 +228,6 @@ class _Trained:
     """One round, and when it trained.
 
     Attributes:
-        round: The round.
-        members: Its members.
-        end: When it was over; now, if it goes on.
         first_steps: The event of the first step of each member whose workers have made one; of a
             replica, the last that it made during the round.
         going_on: Members whose workers trained in the round before, and go on (``ft``).

@@ -42,13 +42,9 @@ MEANINGS = {
 
 
 def html(report: Mapping[str, Any]) -> str:
-    """Return the page.
+    """Return the page of the JSON form of a report.
 
-    Args:
-        report: The JSON form of `report.report.Report`.
-
-    Raises:
-        ReportLibraryError: The library that draws the charts is not installed.
+    Raises ReportLibraryError if the library that draws the charts is not installed.
     """
     drawn = charts.charts(report)
     return _template("page.html.j2").render(
@@ -58,11 +54,7 @@ def html(report: Mapping[str, Any]) -> str:
 
 
 def live_html(report: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
-    """Return what a live page shows: the page's content, and its charts in Vega-Lite.
-
-    Args:
-        report: The JSON form of `report.report.Report`.
-    """
+    """Return what a live page shows: the page's content, and its charts in Vega-Lite."""
     drawn = charts.charts(report)
     return _template("page.html.j2").render(**_values(report, drawn), live=True), _specs(drawn)
 
@@ -72,11 +64,7 @@ _LINE = 120, 24
 
 
 def card_html(report: Mapping[str, Any]) -> str:
-    """Return a run as a small card, for a notebook.
-
-    Args:
-        report: The JSON form of `report.report.Report`.
-    """
+    """Return a run as a small card, for a notebook."""
     about = report["about"]
     losses = [(p["time"], p["loss"]) for p in report["progress"] if p["loss"] is not None]
     now = next((size["nodes"] for size in reversed(report["group"])), 0)
@@ -119,8 +107,7 @@ def chart_configs() -> dict[str, dict[str, Any]]:
 def charts_script() -> str:
     """Return the script of Vega, Vega-Lite and their embedding.
 
-    Raises:
-        ReportLibraryError: The library that draws the charts is not installed.
+    Raises ReportLibraryError if it is not installed.
     """
     return str(_library().javascript_bundle())
 
@@ -205,7 +192,6 @@ Values = Mapping[str, Any]
 
 
 def _losses(changes: Iterable[Values]) -> Iterator[tuple[int | None, bool]]:
-    """Yield the lost steps of changes, and whether that is the least number."""
     return ((change["lost_steps"], change["is_least"]) for change in changes)
 
 
@@ -253,11 +239,7 @@ _TITLES = {
 def png(report: Mapping[str, Any]) -> bytes:
     """Return the picture.
 
-    Args:
-        report: The JSON form of `report.report.Report`.
-
-    Raises:
-        ReportLibraryError: The library that draws the charts is not installed.
+    Raises ReportLibraryError if the library of the charts is not installed.
     """
     chart = json.dumps(spec(report))
     return bytes(_library().vegalite_to_png(chart, scale=2.0, allowed_base_urls=[]))

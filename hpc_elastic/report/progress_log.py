@@ -110,10 +110,7 @@ def read_points(file: Path) -> list[Point]:
 class Rates:
     """The pace of the present group; None if it does not train, or it is unknown.
 
-    Attributes:
-        steps_per_s: Optimizer steps a second.
-        samples_per_s: Samples a second, if the script reports samples.
-        remaining_s: Seconds until ``total_steps``, at this pace.
+    ``remaining_s`` is the time until ``total_steps``, at this pace.
     """
 
     steps_per_s: float | None = None
@@ -122,14 +119,11 @@ class Rates:
 
 
 def rates(points: Sequence[Point]) -> Rates:
-    """Return the pace of the group that trains now.
+    """Return the pace of the group that trains now; the last point is the present state.
 
     It is the midmean of the slopes between recent points. It is as robust as a median against
     checkpoints and late points, and it does not jump if steps take longer than the points are
     apart. Earlier groups of another size do not count.
-
-    Args:
-        points: In order of time; the last is the present state.
     """
     if not points or points[-1].phase != TRAINING:
         return Rates()

@@ -357,10 +357,7 @@ _LOW_GPU_USE = 0.5
 def hints(by_kind: Mapping[str, float], node_s: float, points: Sequence[Point]) -> Iterator[str]:
     """Yield what would save node time; nothing for a run that is too short to judge.
 
-    Args:
-        by_kind: Node-seconds by kind.
-        node_s: Their sum.
-        points: The progress, in order of time.
+    ``node_s`` is the sum of the node-seconds by kind.
     """
     if node_s < _SHORTEST_S:
         return
@@ -387,7 +384,7 @@ def _doubts(points: Sequence[Point]) -> Iterator[str]:
 
 
 def _as_json(value: Any) -> Any:
-    """Return a value as JSON; `dataclasses.asdict` copies each item, which takes five times longer.
+    """Return a value as JSON; five times faster than `dataclasses.asdict`, which copies each item.
 
     A run of a week has a hundred thousand of them.
     """

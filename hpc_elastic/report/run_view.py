@@ -56,9 +56,7 @@ class RunEnd:
         status: ``succeeded``, ``failed``, ``cancelled``, ``lost`` (its tasks ended without a
             result), or ``unknown`` (its result cannot be read).
         time: Unix seconds; of a run without a result, of its last sign.
-        why: The first failure, or what else is known; None if nothing is.
         failure: The first failure as in result.json; None if there was none.
-        restarts: Restarts that it spent, as in result.json.
         values: Return values of the workers, by global rank, if they were read
             (`RunHandle.read_end`).
         error: The error for a program that waits, if it was made; None if the run succeeded.
@@ -95,26 +93,19 @@ class RunEnd:
 
 @dataclass(frozen=True)
 class RunView:
-    """A run at one moment.
+    """A run at one moment; ``now`` is in Unix seconds.
 
     Attributes:
-        run: The run directory.
         spec: The run as it was submitted; None if run.json cannot be read.
-        now: Unix seconds.
         phase: See `phase_of`; or ``not submitted``.
         tasks: Its tasks as the scheduler lists them, by the names of their agents; None if unknown,
             or if it has a result.
         why_unknown: Why `tasks` are unknown; None if they are known, or it has a result.
-        is_submitted: Whether a job id of it is known.
-        status: The group as its leader wrote it last; None if it has not.
         updated: When that was, in Unix seconds; None as above.
         members: Task and number of workers of each member of that group, by group rank.
-        num_joined: Number of nodes that wait for a place in the group, as in status.json.
         restarts: Restarts that failures of workers have spent, and how many are allowed.
         stragglers: Ranks that are persistently slower than the others, as in status.json.
         warnings: What is wrong with the training though it goes on, as in status.json.
-        cancellation: Who cancelled it; None if it was not.
-        ended: How it ended; None if it goes on.
         notes: What cannot be found out, and why.
         unreadable: Why its result cannot be read at the moment; None if it can.
     """
@@ -329,17 +320,10 @@ def phase_of(
 ) -> str:
     """Return what a run is doing, by its result, then the scheduler, then its leader (pure).
 
-    Args:
-        tasks: Its tasks as the scheduler lists them; None if unknown.
-        reported: The phase in status.json; empty if there is none.
-        members: The tasks of the group in status.json.
-        result: The status in result.json; None if there is none.
-        age_s: Age of status.json; without one, time since the submission.
-        cancelled: Whether it was cancelled.
-
-    Returns:
-        ``queued``, ``starting``, ``waiting``, ``training``, ``requeued``, ``succeeded``,
-        ``failed``, ``cancelled``, ``lost`` or ``unknown``.
+    It is ``queued``, ``starting``, ``waiting``, ``training``, ``requeued``, ``succeeded``,
+    ``failed``, ``cancelled``, ``lost`` or ``unknown``. ``tasks`` is None if the scheduler does not
+    answer; ``reported`` and ``members`` are from status.json, ``result`` is the status in
+    result.json. ``age_s`` is the age of status.json, or without one the time since the submission.
     """
     if result is not None:
         return result

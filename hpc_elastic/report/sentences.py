@@ -12,12 +12,7 @@ from hpc_elastic.run.event_schema import LossReason
 
 
 def lines(entries: Iterable[TimelineEntry], day: str = "") -> Iterator[str]:
-    """Yield a timeline as it is printed, with a line for each new date.
-
-    Args:
-        entries: In order of time.
-        day: The date that was printed last.
-    """
+    """Yield a timeline as it is printed, with a line for each date after ``day``."""
     for entry in entries:
         today = day_of(entry)
         if today != day:

@@ -127,11 +127,7 @@ class TimelineEntry:
 
 
 def build_timeline(run: EventIndex) -> list[TimelineEntry]:
-    """Return the timeline of a run, in order of time.
-
-    Args:
-        run: Its events. Where some are missing, entries have less detail.
-    """
+    """Return the timeline of a run, in order of time; missing events reduce the detail."""
     found = list[TimelineEntry]()
     if tasks := run.of("task"):
         facts = {"host": tasks[0].get("host"), "task": tasks[0]["task"]}
@@ -177,7 +173,6 @@ _FACTS: dict[str, tuple[str, ...]] = {
 
 
 def _asides(run: EventIndex) -> Iterator[TimelineEntry]:
-    """Yield the entries that change no group."""
     for event in run.events:
         kind, time = event["kind"], _time(event)
         facts: dict[str, Any]
@@ -223,7 +218,6 @@ _AT_ONCE_S = 1.0
 
 
 def _of_group(run: EventIndex) -> Iterator[TimelineEntry]:
-    """Yield how the group changed, in order of time."""
     for before, after in pairwise(run.rounds):
         yield from _Change(run, before, after).entries()
     if run.end_event is not None and run.end_event["status"] == "succeeded":
@@ -414,7 +408,6 @@ def _last_joined(run: EventIndex, attempt: TaskAttempt, time: float) -> float:
 
 
 def _departure(run: EventIndex, group: Sequence[_Departed]) -> TimelineEntry:
-    """Return the entry of replicas that left together."""
     causes, left = [one.cause for one in group], group[-1].nodes
     is_announced = all(cause.what in (*_ANNOUNCED_CAUSES, "signalled") for cause in causes)
     successors = [one.successor for one in group if one.successor is not None]
@@ -481,13 +474,10 @@ def _cost(
 ) -> Cost:
     """Return the cost of stopping workers and starting them again.
 
-    Args:
-        before: The ``workers_stopped`` events of the workers before, or what is known instead.
-        after: The ``first_step`` events of the workers after it.
-        saved: The step that all ranks saved before.
-        since: When training stopped, if no step before is known.
-        until: When the group formed, if no step after it is known.
-        is_least: Whether ``before`` are such signs, after which there may have been further steps.
+    ``before`` are the ``workers_stopped`` events of the workers before, or what is known instead;
+    ``is_least``: there may have been further steps. ``after`` are the ``first_step`` events of
+    those after it. ``saved`` is the step that all ranks saved; ``since`` and ``until`` stand for
+    the times of unknown steps: when training stopped, and when the group formed.
     """
     reached = max((int(e["step"]) for e in before if e.get("step") is not None), default=None)
     stood = max((float(e["step_time"]) for e in before if e.get("step_time")), default=since)
@@ -523,8 +513,7 @@ def _signs_of(run: EventIndex, round_: Round) -> list[Event]:
 def lost_steps(costs: Iterable[tuple[int | None, bool]]) -> str:
     """Return the steps that were lost by several changes, in words.
 
-    Args:
-        costs: `Cost.lost_steps` and `Cost.is_least` of each.
+    Each cost is `Cost.lost_steps` and `Cost.is_least`.
     """
     known = [(lost or 0, lost is None or is_least) for lost, is_least in costs]
     total, is_open = sum(lost for lost, _ in known), any(is_least for _, is_least in known)
@@ -554,13 +543,9 @@ def _why_left(
 ) -> Cause:
     """Return why a node is no member any more.
 
-    Args:
-        attempt: The attempt of its task.
-        excluded: The exclusions of the run, by host.
-        since: When the round began that it left, if there was one.
-        led: Whether it led the run.
-        without_it: When it was given up, or the others went on, without an announcement. A later
-            notice is no cause: Slurm ends a lost task when its node can be reached again.
+    ``since`` is when the round began that it left. ``without_it`` is when it was given up, or the
+    others continued without an announcement: a later notice is no cause, since Slurm ends a lost
+    task when its node can be reached again.
     """
     where, notice = (attempt.host,), attempt.notice
     if notice is not None and _time(notice) < without_it:
@@ -596,7 +581,7 @@ def _why_came(run: EventIndex, attempt: TaskAttempt, at: float) -> Cause:
     """Return whether a node that became a member at a time has arrived, or returned.
 
     A node that was in the group before has returned, whichever task it had then. It was away until
-    its agent started again; a node that was only cut off, or paused, until it was a member again.
+    its agent started again, or, if it was only cut off or paused, until it was a member again.
     """
     time = attempt.started if attempt.started is not None else at
     left = run.last_left(attempt.host, at)
@@ -607,7 +592,7 @@ def _why_came(run: EventIndex, attempt: TaskAttempt, at: float) -> Cause:
 
 
 def _joined(causes: Iterable[Cause]) -> tuple[Cause, ...]:
-    """Return the causes; those that differ in the host only are one."""
+    """Join causes that differ in the host only."""
     found: dict[Cause, Cause] = {}
     for cause in causes:
         key = replace(cause, time=0.0, hosts=(), away_s=None)

@@ -135,12 +135,7 @@ def _over_at(entry: TimelineEntry) -> float:
 
 
 class TimelinePrinter:
-    """Prints the entries of a timeline, each once.
-
-    Args:
-        points: Reads the run's progress.
-        as_json: Whether to print JSON.
-    """
+    """Prints the entries of a timeline, each once."""
 
     def __init__(self, points: Callable[[], Sequence[Point]] = tuple, *, as_json: bool) -> None:
         self._points = points

@@ -64,14 +64,10 @@ def init_command(name: str | None, partition: str | None, force: bool) -> int:
 
 
 def _find_script(place: Path) -> tuple[str | None, Path, str]:
-    """Return the first script with @hydra.main, and the folder of its config.
+    """Return the first script with @hydra.main, or None, and the folder of its config.
 
-    Returns:
-        Its name, or None; the folder; and ``launcher``, or ``+launcher`` where the defaults of its
-        config have no launcher.
-
-    Raises:
-        ConfigError: The scripts here have several config folders.
+    The third value is ``launcher``, or ``+launcher`` where the defaults of its config have no
+    launcher. Raises ConfigError if the scripts here have several config folders.
     """
     found: dict[Path, tuple[str, str]] = {}
     for file in sorted(place.glob("*.py")):
@@ -163,15 +159,7 @@ def cluster_file(
     kinds: dict[str, list[NodeKind]],
     chosen: Partition,
 ) -> str:
-    """Return the text of a cluster file (pure).
-
-    Args:
-        name: Name of the cluster.
-        version: Slurm and its version.
-        partitions: All partitions.
-        kinds: The kinds of nodes by partition.
-        chosen: The partition to use.
-    """
+    """Return the text of a cluster file for a partition (pure)."""
     rows = [("partition", "nodes", "CPUs", "GPUs", "longest", "preemption", "grace")]
     for p in partitions:
         of_nodes = kinds[p.name]

@@ -58,15 +58,7 @@ Examples:
 
 @dataclass(frozen=True)
 class Query:
-    """The output that is shown.
-
-    Attributes:
-        selection: Selects the files.
-        keep: Selects the lines.
-        since: Unix seconds of the first line; None for all.
-        tail: Number of last lines; None for all.
-        follow: Whether to go on until the run has ended.
-    """
+    """The output that is shown; None selects all lines."""
 
     selection: log_files.Selection
     keep: log_files.Keep
@@ -210,14 +202,11 @@ def takes_colours(environ: Mapping[str, str]) -> bool:
 
 
 def _print_output(run: RunDir, query: Query, out: _Output) -> int:
-    """Print the output of a run.
+    """Print the output of a run; return 0, or 1 if nothing was printed.
 
-    Returns:
-        0, or 1 if nothing was printed; if the run is followed, 1 if it has not succeeded.
-
-    Raises:
-        RunDirectoryError: `run` is no run directory, or its workers have written nothing.
-        log_files.NothingSelectedError: The selection matches no output.
+    If the run is followed, 1 means that it has not succeeded. Raises RunDirectoryError if `run` is
+    no run directory, or its workers have written nothing; NothingSelectedError if the selection
+    matches no output.
     """
     discovery = log_files.Discovery(run)
     if query.follow:
@@ -303,9 +292,7 @@ _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright
 class Writer:
     """Formats lines with their time and source.
 
-    Args:
-        on_terminal: With colours, and the day on a line of its own.
-        now: Unix seconds; the day of `now` has no line.
+    A terminal gets colours, and the day on a line of its own, except for the day of ``now``.
     """
 
     def __init__(self, *, on_terminal: bool, now: float) -> None:

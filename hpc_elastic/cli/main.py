@@ -93,14 +93,7 @@ _RENAMED = {"attach": "wait", "clean": "prune", "render": "submit --dry-run"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        argv: Arguments after the name of the program; None takes those of this process.
-
-    Returns:
-        The exit code.
-    """
+    """Run one command, and return its exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a question mark for what LC_ALL=C cannot encode
             stream.reconfigure(errors="replace")
@@ -167,7 +160,6 @@ class _Program(click.Group):
         return code
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands."""
         return [name for section in _SECTIONS.values() for name in section]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -191,7 +183,6 @@ class _Program(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands."""
         width = max(map(len, self.list_commands(ctx)))
         for title, section in _SECTIONS.items():
             with formatter.section(title):

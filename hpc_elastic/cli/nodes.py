@@ -28,15 +28,7 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True)
 class NamedNode:
-    """A node that a run has now.
-
-    Attributes:
-        run: The run.
-        spec: Its description.
-        task: Name of the node's task.
-        host: Name of the node.
-        attempt: Number of requeues of the task.
-    """
+    """A node that a run has now."""
 
     run: RunDir
     spec: RunSpec
@@ -59,8 +51,7 @@ class NamedNode:
     def write_event(self, kind: str, **fields: Any) -> None:
         """Write the event that a user takes this node.
 
-        Raises:
-            RunDirectoryError: The run belongs to another user.
+        Raises RunDirectoryError if the run belongs to another user.
         """
         log = self.run.events(COMMANDS)
         try:
@@ -75,17 +66,11 @@ class NamedNode:
 
 
 def find_node(run: Path, name: str) -> NamedNode:
-    """Return a node, by its name, of a run that this process may act on.
+    """Return a node, by its name (or its task's), of a run that this process may act on.
 
-    Args:
-        run: The run directory.
-        name: Name of the node, with its domain or without, or of its task.
-
-    Raises:
-        UntrustedRunError: The run is another user's, or others may write it.
-        RunDirectoryError: The run has ended or is cancelled, or has no such node; the message
-            lists its nodes.
-        SlurmError: Slurm does not answer.
+    The domain of the name may be left out. Raises UntrustedRunError if the run is another user's,
+    or others may write it; RunDirectoryError, which lists its nodes, if it has ended, is cancelled,
+    or has no such node; SlurmError if Slurm does not answer.
     """
     files = RunDir(run)
     spec = ownership.load_own(files, files.notices, files.event_logs)
@@ -127,11 +112,7 @@ def _states(spec: RunSpec) -> dict[str, TaskState]:
 
 
 def wait_until(node: NamedNode, is_gone: Callable[[], bool], wait_s: float) -> float | None:
-    """Wait until a node is gone, or its run has ended.
-
-    Returns:
-        Waited time in seconds; None if the node is still there after `wait_s`.
-    """
+    """Wait until a node is gone, or its run has ended; return the seconds, None if it is not."""
     began = time.monotonic()
     while not (is_gone() or node.run.is_over):
         if time.monotonic() - began > wait_s:
@@ -214,11 +195,7 @@ def kill_command(run: Path, node: str, wait_s: float | None, as_json: bool) -> i
 
 
 def kill(node: NamedNode, wait_s: float, as_json: bool) -> int:
-    """Kill a node's processes, wait until they have ended, and print the outcome.
-
-    Returns:
-        0 if they have ended, else 1.
-    """
+    """Kill a node's processes, wait, and print the outcome; return 0 if they have ended, else 1."""
     require_killable(node.task)
     scheduler = Scheduler(node.run, node.spec)
     scheduler.require_own_jobs([node.task])

@@ -27,13 +27,9 @@ LAST = "last"
 def find_run(name: str, *, here: bool = False) -> Path:
     """Return the absolute directory of a run by its name.
 
-    Args:
-        name: A run directory; a sweep directory of a single run; a run's id, or the beginning that
-            only this id has; or ``last``.
-        here: ``last`` is the newest run that was submitted in this directory or below it.
-
-    Raises:
-        RunDirectoryError: There is no such run.
+    The name is a run directory; a sweep directory of a single run; a run's id, or a beginning that
+    only this id has; or ``last``: the newest run, with ``here`` of those submitted in this
+    directory or below it. Raises RunDirectoryError if there is no such run.
     """
     path = Path(name)
     if path.is_dir():
@@ -92,9 +88,8 @@ class RunName(click.ParamType):  # type: ignore[type-arg]  # generic since click
     def __init__(self, *, or_folder: bool = False, is_changed: bool = False) -> None:
         """Make the type.
 
-        Args:
-            or_folder: Accept any other directory too, such as one checkpoint.
-            is_changed: The command changes the run: ``last`` is one of this directory tree.
+        ``or_folder`` accepts any other directory too, such as one checkpoint. ``is_changed``: the
+        command changes the run, so that ``last`` is one of this directory tree.
         """
         self._or_folder = or_folder
         self._is_changed = is_changed
@@ -170,12 +165,8 @@ FORMS = "10m (ago; s, m, h, d), 12:03, 12:03:11, 2030-01-31, '2030-01-31 12:03',
 def parse_time(text: str, now: float) -> float:
     """Return the Unix seconds of a point in the past (pure, apart from the time zone).
 
-    Args:
-        text: One of `FORMS`. A time of day is the last one before now.
-        now: Unix seconds.
-
-    Raises:
-        ValueError: `text` has none of the forms.
+    The text has one of `FORMS`, else ValueError is raised; a time of day is the last one before
+    now.
     """
     ago = _AGO.fullmatch(text)
     if ago is not None:

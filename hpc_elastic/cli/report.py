@@ -98,11 +98,7 @@ def report_command(run: Path, output: Path | None, form: str | None, as_json: bo
 
 
 def render(report: Report, form: str) -> bytes:
-    """Return a report in one of its formats.
-
-    Raises:
-        ReportLibraryError: A library that html and png need is not installed.
-    """
+    """Return a report in a format; raise ReportLibraryError if html or png lacks a library."""
     values = report.to_json()
     if form == "json":
         return (json.dumps(values) + "\n").encode()

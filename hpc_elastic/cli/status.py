@@ -198,13 +198,7 @@ _LABEL_WIDTH = 10
 
 
 def page(details: RunDetails, width: int, *, most_tasks: int = _MOST_TASKS) -> RenderableType:
-    """Return the whole page.
-
-    Args:
-        details: The run.
-        width: Characters of a line.
-        most_tasks: Lines for tasks; further ones are counted.
-    """
+    """Return the whole page; tasks beyond ``most_tasks`` are counted."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", min_width=_LABEL_WIDTH, no_wrap=True)
     grid.add_column(overflow="fold")
@@ -463,12 +457,8 @@ def sparkline(
 ) -> str:
     """Return a value over time as a line of blocks, each the mean over its interval.
 
-    Args:
-        changes: Times and values in order of time; the value is 0 before the first.
-        begin: Unix seconds of the left edge.
-        end: Unix seconds of the right edge.
-        width: Characters, at least 1.
-        top: Value of the highest block.
+    The changes are in order of time, and the value is 0 before the first. ``top`` is the value of
+    the highest block.
     """
     if end <= begin or top <= 0:
         return ""

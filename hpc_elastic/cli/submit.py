@@ -275,8 +275,7 @@ def print_run(run_id: str, folder: Path) -> None:
 def dry_run(script: str, arguments: Sequence[str]) -> tuple[int, str, list[Path]]:
     """Run a script as a dry run: its files are written, and nothing is submitted.
 
-    Returns:
-        Its exit code, its standard output, and the batch scripts that it has written.
+    Returns its exit code, its standard output, and the batch scripts that it has written.
     """
     from hpc_elastic.launcher.submit import RENDERED
 
@@ -290,9 +289,8 @@ def dry_run(script: str, arguments: Sequence[str]) -> tuple[int, str, list[Path]
 def _render(script: str, arguments: Sequence[str], output: Path | None, *, as_json: bool) -> int:
     """Run a script as a dry run, and print the batch script that it has written, or copy several.
 
-    Raises:
-        SubmissionError: There is no batch script; or there are several, and neither a directory
-            nor JSON was requested.
+    Raises SubmissionError if there is no batch script, or if there are several, and neither a
+    directory nor JSON was requested.
     """
     code, printed, scripts = dry_run(script, arguments)
     sys.stderr.write(printed)

@@ -27,13 +27,7 @@ from hpc_elastic.run.directory import RunDir
 class CheckpointFinding:
     """The state of one checkpoint; None where the manifest cannot be read.
 
-    Attributes:
-        folder: Its folder.
-        step: Its step.
-        num_bytes: Total size of its files by its manifest.
-        world_size: Number of ranks that wrote it.
-        created: Unix seconds.
-        problems: Its defects, each a sentence; empty if it is good.
+    ``problems`` are its defects, each a sentence; empty if it is good.
     """
 
     folder: str
@@ -82,11 +76,8 @@ def verify_command(run: Path, as_json: bool) -> int:
 def find_checkpoints(path: Path) -> list[Path]:
     """Return the folders of the checkpoints, the newest first.
 
-    Args:
-        path: A run directory, a directory of checkpoints, or one checkpoint.
-
-    Raises:
-        CheckpointNotFoundError: There is none.
+    ``path`` is a run directory, a directory of checkpoints, or one checkpoint. Raises
+    CheckpointNotFoundError if there is none.
     """
     if (path / MANIFEST).exists():
         return [path]
@@ -268,9 +259,8 @@ def export_command(
 def _choose(run: Path, step: int | None) -> tuple[Path, Manifest]:
     """Return the newest good checkpoint, or that of a step.
 
-    Raises:
-        CheckpointNotFoundError: There is none of that step, or there are several directories.
-        CheckpointCorruptError: It is damaged, or all are.
+    Raises CheckpointNotFoundError if there is none of that step, or there are several directories;
+    CheckpointCorruptError if it is damaged, or all are.
     """
     folders = find_checkpoints(run)
     directories = sorted({str(folder.parent) for folder in folders})

@@ -104,13 +104,8 @@ def when_command(as_json: bool, script: str, overrides: tuple[str, ...]) -> int:
 class RunForecast:
     """The forecast of one run.
 
-    Attributes:
-        time: When it was made, in Unix seconds.
-        settings: The run.
-        partitions: Those in which it may run.
-        found: The nodes.
-        shapes: The run's own time limit, and shorter ones that help.
-        notes: What is not known.
+    ``shapes`` are the run's own time limit, and shorter ones that help; ``notes`` are what is not
+    known.
     """
 
     time: float
@@ -157,15 +152,10 @@ def _finite(value: float) -> float | None:
 
 
 def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> RunForecast:
-    """Query Slurm, and return the forecast of a run.
+    """Query Slurm, and return the forecast of the first run of the first batch script.
 
-    Args:
-        scripts: The batch scripts of a dry run; the first run of the first one counts.
-        client: Runs Slurm's commands.
-
-    Raises:
-        ConfigError: sbatch would refuse the run; names the key.
-        SlurmCommandError: Slurm does not answer.
+    Raises ConfigError, which names the key, if sbatch would refuse the run; SlurmCommandError if
+    Slurm does not answer.
     """
     client = client or SiteClient(env=dict(os.environ))
     runs = dict.fromkeys(d for script in scripts for d in ArrayFiles.of(script).run_dirs())
@@ -234,8 +224,7 @@ def _tests(
 ) -> tuple[dict[int, float], list[str]]:
     """Return when Slurm would start jobs by their number of nodes, and what it refuses.
 
-    Raises:
-        HpcElasticError: It refuses one node.
+    Raises HpcElasticError if it refuses one node.
     """
     from hpc_elastic.launcher.slurm import refusal
 

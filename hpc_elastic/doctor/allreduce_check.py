@@ -27,11 +27,9 @@ _NUM_FLOATS = 1 << 20
 class AllreduceResult:
     """Result of the all_reduce on one node.
 
-    Attributes:
-        import_s: Import time of torch; None if the import failed.
-        cuda_devices: Number of GPUs that torch sees.
-        bandwidths: Bytes per second of an all_reduce of 4 MiB, by backend.
-        problems: What failed, by backend (or ``torch``), and why.
+    ``import_s`` is the import time of torch, None if the import failed. ``bandwidths`` are bytes
+    per second of an all_reduce of 4 MiB, by backend. ``problems`` are errors by backend (or
+    ``torch``).
     """
 
     import_s: float | None = None
@@ -88,8 +86,7 @@ def measure_allreduce(rank: int, world_size: int, host: str, port: int) -> Allre
 def _reduce(backend: str, rank: int, world_size: int, store: Any) -> float:
     """Return the bandwidth of an all_reduce.
 
-    Raises:
-        RuntimeError: It failed, or its sum was wrong.
+    Raises RuntimeError if it failed, or its sum was wrong.
     """
     import torch
     from torch import distributed

@@ -40,14 +40,10 @@ SETTINGS = (
 
 
 def parse_settings(words: Sequence[str]) -> RunSettings:
-    """Parse and check the settings on the command line.
+    """Parse and check the settings on the command line, such as ``nodes=1:16``.
 
-    Args:
-        words: Overrides such as ``launcher=slurm``, ``partition=gpu`` (for
-            ``launcher.partition=gpu``), ``nodes=1:16``.
-
-    Raises:
-        ConfigError: A setting is wrong, or names another launcher than slurm.
+    ``partition=gpu`` stands for ``launcher.partition=gpu``. Raises ConfigError if a setting is
+    wrong, or names another launcher than slurm.
     """
     config: dict[str, Any] = {"launcher": {"backend": "slurm"}}
     overrides = []
@@ -85,13 +81,10 @@ def settings_json(settings: RunSettings) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """What Slurm has reported.
+    """What Slurm has reported; ``version`` is that of the commands here, empty if unknown.
 
     Attributes:
         config: The settings in `SETTINGS`; None if slurmctld did not answer.
-        partitions: All partitions.
-        version: Version of the commands here; empty if unknown.
-        controllers: Output of ``scontrol ping``.
         nodes: Number of nodes of the wanted partition by state.
         accounting: Problem of sacct; None if it answers.
         qos: Every QOS; empty without accounting.

@@ -213,7 +213,7 @@ def _grace(
 def _user_signal(cluster: ClusterFacts) -> Finding:
     """Check send_user_signal: hpc_elastic acts on the steps' SIGTERM, others need the signal.
 
-    It is called preempt_send_user_signal where it stands in SlurmctldParameters (22.05's manual).
+    In SlurmctldParameters it is called preempt_send_user_signal (22.05's manual).
     """
     check = "slurm.user_signal"
     places = ("PreemptParameters", "SlurmctldParameters")

@@ -21,7 +21,7 @@ _KILL_WAIT_S = 30.0
 
 @dataclass(frozen=True)
 class Examination:
-    """The findings of an examination, in the order of the table, and the facts behind them as JSON.
+    """The findings, in the order of the table, and the facts behind them as JSON.
 
     The versions are those of the login node.
     """
@@ -71,7 +71,7 @@ def examine_nodes(
 ) -> Examination:
     """Run the probe, and return its findings after those of `examine_login_node`.
 
-    It waits for the first node for ``timeout_s`` at most.
+    ``timeout_s`` limits the wait for the first node.
     """
     launcher, slurm = cluster.slurm_settings(settings), before.cluster
     if slurm.config is None:

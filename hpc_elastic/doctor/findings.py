@@ -37,14 +37,12 @@ GROUPS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """The finding of one check.
+    """The finding of one check; ``found`` has its numbers, ``why`` is why it matters to a run.
 
     Attributes:
         check: Its stable name, ``<group>.<what>``.
         verdict: FAIL: a run fails, or does not come back; WARN: it works, with an avoidable loss;
             UNKNOWN: the check was not possible; OK.
-        found: What was found, with its numbers.
-        why: Why it matters to a run.
         remedy: What to do (``Admin:`` if only an admin can); empty if there is nothing to do.
     """
 

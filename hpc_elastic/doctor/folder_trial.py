@@ -43,10 +43,8 @@ _NEW = "new" * 100_000
 class Visibility:
     """How soon an observer has seen the changes.
 
-    Attributes:
-        times_s: By the names of `CHANGES`, and `PATH`; None if not within `waited_s`.
-        waited_s: How long it has polled.
-        torn: Whether the replaced file had content that was neither the old nor the new one.
+    ``times_s`` has the names of `CHANGES`, and `PATH`; None if not within `waited_s`. ``torn``: the
+    replaced file had content that was neither the old nor the new one.
     """
 
     times_s: Mapping[str, float | None] = field(default_factory=dict)
@@ -132,11 +130,8 @@ class FolderTrial:
     def race_links(self, first: int, who: str) -> list[bool]:
         """Try to link the names of some rounds; return which this node has won (both).
 
-        A node that is behind finds names that exist, faster than it links: it catches up, and
-        from there on both try to link the same name at once.
-
-        Raises:
-            OSError: A result is unknown.
+        A node that is behind finds names that exist, faster than it links: it catches up, and from
+        there on both try to link the same name at once. Raises OSError if a result is unknown.
         """
         numbers = range(first, first + TOGETHER)
         won = [self._link(number, who) for number in numbers]
@@ -188,7 +183,6 @@ def _read(file: Path) -> str:
 
 
 def _append(file: Path, text: str) -> None:
-    """Append to a file, and synchronise it."""
     with file.open("a") as f:
         f.write(text)
         f.flush()

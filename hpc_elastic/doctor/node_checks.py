@@ -22,10 +22,8 @@ from hpc_elastic.slurm.nodelist import compress
 def check_host(host: HostFacts, *, own_python: bool = True) -> Iterator[Finding]:
     """Yield the findings on the login node.
 
-    Args:
-        host: Its facts.
-        own_python: Whether the nodes use the interpreter of this process: no container's, and no
-            ``launcher.python``.
+    ``own_python``: the nodes use the interpreter of this process, so no container's, and no
+    ``launcher.python``.
     """
     if host.missing_commands:
         yield fail(

@@ -61,8 +61,7 @@ class ProbeJob:
     def query_tasks(self) -> dict[int, TaskState]:
         """Return the state of each task; forgotten ones are left out.
 
-        Raises:
-            SlurmCommandError: Slurm does not answer.
+        Raises SlurmCommandError if Slurm does not answer.
         """
         found = self.client.tasks([self.job_id])
         return {i: found[self.task(i)] for i in range(self.num_nodes) if self.task(i) in found}
@@ -107,10 +106,8 @@ def submit_probe(
 ) -> ProbeJob:
     """Submit a probe, which has its folder in the directory to test (login node).
 
-    ``longest_s`` is the time limit of the partition; None without a limit.
-
-    Raises:
-        HpcElasticError: sbatch refuses it, or the directory cannot be written to.
+    ``longest_s`` is the time limit of the partition; None without a limit. Raises HpcElasticError
+    if sbatch refuses it, or the directory cannot be written to.
     """
     from hpc_elastic.launcher.slurm import refusal, submit_script
 
@@ -165,8 +162,7 @@ def render(
 ) -> str:
     """Return the batch script that a run with these settings would have.
 
-    Raises:
-        HpcElasticError: A setting cannot be written into it.
+    Raises HpcElasticError if a setting cannot be written into it.
     """
     script = batch_script.Script(
         settings=replace(launcher, array_parallelism=None),
@@ -428,11 +424,9 @@ class NodeEnding:
 
     Attributes:
         how: ``requeue`` or ``cancel``.
-        node: Its node.
         lived_s: How long each process lived after its SIGTERM; None if it received none.
         orphaned: Whether the worker outlived the task's own process.
         capped: Whether the probe stopped waiting before Slurm's SIGKILL.
-        refused: Why Slurm refused; empty if it did not.
         back_on: The node on which it runs again; None if it does not.
         back_s: Seconds from the command until then.
         waits: Why it waits in the queue after the requeue; empty if it does not.
@@ -454,18 +448,13 @@ class Evidence:
     """Everything that a probe has shown.
 
     Attributes:
-        num_asked: Number of nodes to examine.
-        waiting: Why a task did not start, by index.
         reports: The reports of the tasks, by index.
         silent: Description of a task that has measured nothing, by index.
         blind: The nodes of running tasks that do not see newly written files, by index.
         outside: Error of Slurm's commands outside of the container, by node; None if they answer.
             Empty without a container.
-        notice_name: The notice signal.
         notices: Seconds until a process received it, by task and process; None if it did not.
         endings: How tasks were ended.
-        leftovers: Tasks that did not end.
-        problem: Why the probe was cut short; empty if it was not.
     """
 
     num_asked: int

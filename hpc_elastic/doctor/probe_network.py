@@ -48,12 +48,9 @@ _CONTEXT = "probe"
 class PeerResult:
     """What one task found of another.
 
-    Attributes:
-        address: The address that was tried.
-        problem: Why it cannot be reached; empty if it can.
-        round_trip_s: The fastest answer.
-        clock_ahead_s: How far its clock is ahead of this one's, within half of that.
-        others: Whether its other addresses can be reached.
+    ``problem`` is why it cannot be reached at ``address``. ``round_trip_s`` is the fastest answer;
+    ``clock_ahead_s`` is how far its clock is ahead of this one's, within half of that. ``others``:
+    whether its other addresses can be reached.
     """
 
     index: int
@@ -69,10 +66,8 @@ class PeerResult:
 class MeetingResult:
     """What one task found of the others.
 
-    Attributes:
-        absent: Tasks whose file did not appear here.
-        seen, race: With another node; None if not tested.
-        problem: Why both were not tested although the nodes reach each other.
+    ``absent`` are tasks whose file did not appear here. ``seen`` and ``race`` are with another
+    node, None if not tested; ``problem`` is why not, if the nodes reach each other.
     """
 
     peers: list[PeerResult] = field(default_factory=list)
@@ -112,11 +107,7 @@ class ProbeServer:
 
 
 def _handle_request(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Carry out the request of another task, and return the answer.
-
-    Raises:
-        OSError: The folder does not allow it.
-    """
+    """Carry out the request of another task; raise OSError if the folder does not allow it."""
     trial = FolderTrial(folder / f"trial-{int(request['asker'])}")
     match request["do"]:
         case "prepare":
@@ -189,8 +180,7 @@ def _query_time(connection: SignedSocket, asker: int) -> tuple[float, float]:
 def send_request(connection: SignedSocket, what: str, asker: int, **details: int) -> dict[str, Any]:
     """Send another task a request, and return its answer.
 
-    Raises:
-        OSError: It does not answer, or reports an error.
+    Raises OSError if it does not answer, or reports an error.
     """
     connection.send({"do": what, "asker": asker, **details})
     return _receive_answer(connection)

@@ -110,16 +110,13 @@ class NodeFacts:
     """Facts of a node, as a task sees it.
 
     Attributes:
-        name: Slurm's name of the node.
         folder: The probe's folder, as seen on this node.
         slurm: Errors of squeue and scontrol, by name; None if they answer.
-        cpus_given: CPUs that Slurm gave the task.
         gpus_given: GPUs that Slurm gave the task; None if it names none.
         gpus_seen: GPUs that the driver shows, or their MIG slices; None without nvidia-smi.
         gpus_there: GPUs that each node of the partition has, by Slurm.
         addresses: Own addresses by interface, without loopback.
         interface: The one that agents would use; empty if there is none.
-        problem: Why there is no interface; empty if there is one.
         clears_shm: Whether the end of a session of the user clears /dev/shm.
     """
 
@@ -246,13 +243,10 @@ def versions() -> dict[str, str | None]:
 class HostFacts:
     """Facts of a host, as a process sees it.
 
-    Attributes:
-        limits: Soft and hard limit by name; None where there is no limit.
-        clock_kept: Whether a time service keeps the clock; None if unknown.
-        python: Path of the interpreter.
-        python_fs: Type of the file system that the interpreter's environment lies on.
-        missing_commands: Slurm's commands that are not on PATH.
-        cpus: CPUs that this process may use.
+    ``limits`` are soft and hard limits by name, None without a limit. ``clock_kept``: a time
+    service keeps the clock; None if unknown. ``python_fs`` is the file system of the interpreter's
+    environment. ``missing_commands`` are Slurm's commands that are not on PATH; ``cpus`` are those
+    that this process may use.
     """
 
     name: str
@@ -304,13 +298,11 @@ def _clock_kept() -> bool | None:
 
 @dataclass(frozen=True)
 class FolderFacts:
-    """Facts of a directory.
+    """Facts of a directory, by its absolute path.
 
     Attributes:
-        path: Its absolute path.
         fs: Type of its file system, such as ``nfs4``; empty if unknown.
         options: The options of its mount that matter (`Mount.telling`).
-        free_bytes: Free space for this user.
         free_files: Number of files that can still be created; None if unlimited.
         problems: Errors of operations (``write``, ``link``, ``rename``, ``lock``), by name; without
             ``write`` nothing else was tried.

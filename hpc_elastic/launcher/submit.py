@@ -261,8 +261,9 @@ def write(
 
     ``preemptions`` are those of each run's pools; None: as on this machine. Raises ConfigError if a
     setting cannot be written into the batch script; RunDirectoryError if a run directory cannot be
-    written, holds another run, or is another user's (`run.ownership`); ArrayTakenError if nothing
-    was written (`with_free_numbers`); SubmissionError if the snapshot of the code failed.
+    written, holds another run, or is another user's (`run.ownership`); ArrayTakenError if another
+    submission has the numbers (`with_free_numbers`); SubmissionError if the snapshot of the code
+    failed.
     """
     scripts = render_scripts(plan, name)  # refuses before anything is written
     try:
@@ -314,10 +315,7 @@ def write(
 
 
 def terms_of(settings: RunSettings, preemptions: Sequence[Preemption] | None) -> list[PoolTerms]:
-    """Return the terms of the tasks of each pool.
-
-    Without ``preemptions``, those of this machine.
-    """
+    """Return the terms of the tasks of each pool; None: those of this machine."""
     found: list[PoolTerms] = []
     known: Sequence[Preemption | None] = preemptions or [None] * len(settings.shares)
     for (_, launcher), preemption in zip(settings.shares, known, strict=True):

@@ -125,8 +125,7 @@ class Script:
 def render(script: Script, template: str) -> str:
     """Return the text of the batch script; ``template`` is Jinja2, packaged or the user's.
 
-    Raises ConfigError if a value holds a line break or cannot be written in its place, or the
-    template is malformed.
+    Raises ConfigError if a value cannot be written in its place, or the template is malformed.
     """
     import jinja2
 
@@ -209,10 +208,7 @@ def python_path(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def exports(script: Script) -> dict[str, str]:
-    """Return the environment variables of the task; the values are quoted for the shell.
-
-    PYTHONPATH is extended, since environment modules in the setup lines may set it.
-    """
+    """Return the task's variables, quoted for the shell; PYTHONPATH extends that of setup lines."""
     if not script.python_path:
         return {}
     path = shlex.quote(_one_line("PYTHONPATH", ":".join(script.python_path)))
@@ -282,10 +278,7 @@ def has_whole_nodes(settings: LauncherSettings) -> bool:
 
 
 def gpus_asked(settings: SlurmSettings) -> int | None:
-    """Return the number of GPUs asked for on a node, over all types; None if unspecified.
-
-    ``launcher.gpus_per_node`` gives it, or ``launcher.sbatch.gres``, which some sites require.
-    """
+    """Return the GPUs requested per node, by ``sbatch.gres`` as well; None if unspecified."""
     if settings.gpus_per_node is None:
         return gpus_in_gres(settings.sbatch.get("gres"))
     kinds = str(settings.gpus_per_node).split(",")
@@ -310,10 +303,7 @@ def command(script: Script) -> str:
 
 
 def task_argv(script: Script) -> list[str]:
-    """Return the command line of the task, without srun and container.
-
-    -P: a file of the user's in the working directory shadows no module of ours or of a library.
-    """
+    """Return the task's command line; -P: no file in the user's folder shadows a module of ours."""
     inside = "python3" if script.settings.container.runtime else script.python
     python = _one_line("launcher.python", script.settings.python or inside)
     file = _one_line("hydra.sweep.dir", str(script.array_file))
@@ -322,10 +312,7 @@ def task_argv(script: Script) -> list[str]:
 
 
 def _in_container(script: Script) -> str:
-    """Return the task's command line with its container, quoted for bash.
-
-    The folders that every task needs are mounted beside the user's.
-    """
+    """Return the task's command line in its container, with our mounts, quoted for bash."""
     container, argv = script.settings.container, task_argv(script)
     if container.runtime is None:
         return shlex.join(argv)

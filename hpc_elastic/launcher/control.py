@@ -71,11 +71,7 @@ _KILL_S = 10.0
 
 @dataclass(frozen=True)
 class CancelTarget:
-    """A run to be cancelled.
-
-    ``result`` is ``succeeded`` or ``failed``, or None if the run has left no result; ``left`` are
-    its tasks that have not ended.
-    """
+    """A run to be cancelled; ``left`` are its tasks that have not ended."""
 
     run: RunDir
     spec: RunSpec
@@ -103,10 +99,7 @@ class CancelTarget:
         return ", ".join(text for text, count in what.items() if count) or "no task"
 
     def to_json(self, left: Iterable[TaskState] | None) -> dict[str, Any]:
-        """Return what `hpc-elastic cancel --json` prints.
-
-        ``left`` is None if there was nothing to do.
-        """
+        """Return the output of `cancel --json`; ``left`` is None if nothing was to be done."""
         return {
             "run_id": self.spec.run_id,
             "run": str(self.run.path),
@@ -197,10 +190,7 @@ def _end_tasks(
 def to_cancel(
     left: Iterable[TaskState], cancelled_at: dict[str, float], now: float
 ) -> list[TaskState]:
-    """Return the tasks to cancel now: those that were not yet, and those that are back (pure).
-
-    ``cancelled_at`` is when each was cancelled last, on the clock of ``now``.
-    """
+    """Return the tasks to cancel now: those never cancelled yet, and those that are back (pure)."""
 
     def is_due(task: TaskState) -> bool:
         pause_s = _CANCEL_AGAIN_S if task.phase is Phase.RUNNING else 2 * _POLL_S
@@ -301,10 +291,7 @@ def resume(path: Path, overrides: Sequence[str]) -> tuple[Resumption, RunHandle]
 
 
 def require_stopped(run: RunDir, spec: RunSpec) -> None:
-    """Refuse a run that has succeeded, or has tasks left.
-
-    Raises RunDirectoryError for these, and SlurmError if Slurm does not answer.
-    """
+    """Raise RunDirectoryError for a run that has succeeded or has tasks; SlurmError if unknown."""
     _, last = _last_entry(run)
     ending = None if last is None or last.ending is None else last.ending.status
     if "succeeded" in (read_result_status(run), ending):
@@ -335,11 +322,7 @@ def _last_entry(run: RunDir) -> tuple[int, LogEntry | None]:
 
 
 def change_settings(before: RunSettings, overrides: Sequence[str]) -> RunSettings:
-    """Return the settings to resume a run with (pure).
-
-    ``before`` are those of the last submission or resumption. Raises ConfigError, which names the
-    first override that is not allowed, and the remedy.
-    """
+    """Return the settings to resume with (pure); raise ConfigError for a forbidden override."""
     config = before.as_config()
     for override in overrides:
         key, value = read_override(override)
@@ -360,8 +343,8 @@ def _prepare(
 ) -> Resumption:
     """Write the files of the new array; the run is unchanged.
 
-    `generation_before` is that of the last log entry, read before the check that no task is left;
-    run.json may not have it yet.
+    `generation_before` was read before the check that no task is left; run.json may not have it
+    yet.
     """
     plan = submit.lay_out([RunRequest(run.path, settings, spec.entry)], Path(spec.submission))
     (preemptions,) = submit.query_backend(plan)

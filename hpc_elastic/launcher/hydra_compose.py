@@ -34,10 +34,7 @@ _PLAIN = (OverrideType.CHANGE, OverrideType.ADD, OverrideType.FORCE_ADD)
 
 
 class SweepComposer:
-    """Composes the jobs of one sweep (login node).
-
-    ``master`` is the config of the sweep as a whole, from ``Launcher.setup``.
-    """
+    """Composes the jobs of a sweep; ``master`` is the config of the whole (login node)."""
 
     def __init__(self, loader: Any, master: DictConfig) -> None:
         self._loader = loader

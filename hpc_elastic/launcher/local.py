@@ -88,8 +88,7 @@ _MOST_SHORT_LIVES = 3
 def submit(plan: Plan) -> LocalJobs:
     """Start a plan, whose files are written, on this machine.
 
-    Raises ConfigError as `require_possible` does, and SubmissionError if a process could not be
-    started; none is left then.
+    Raises ConfigError (`require_possible`), or SubmissionError after it has ended what was started.
     """
     require_possible(plan)
     agents = [run.settings.launcher.agent for run in plan.runs]
@@ -286,10 +285,7 @@ class LocalTask:
             self.exit_code = code
 
     def kill_leftovers(self) -> int:
-        """Kill the processes that a killed agent has left; return their number.
-
-        They are descendants of no known process, so their environment identifies them.
-        """
+        """Kill the processes of a killed agent, found by their environment; return how many."""
         own = {"SLURM_ARRAY_JOB_ID": str(self.job_id), "SLURM_ARRAY_TASK_ID": str(self.index)}
         return kill_by_environment(own)
 
@@ -338,10 +334,7 @@ class LocalJobs:
         return list(dict.fromkeys(str(task.job_id) for task in self._tasks))
 
     def start(self) -> None:
-        """Write the table and start the first tasks.
-
-        Raises OSError if one could not be started; those that were started are ended.
-        """
+        """Write the table and start tasks; if one fails, end the others and raise OSError."""
         try:
             self.run_queue_once()
             self._thread.start()
@@ -474,10 +467,7 @@ class LocalJobs:
         return done
 
     def _check_runs(self, *, is_full: bool) -> None:
-        """Skip tasks of runs that have ended, and exclude tasks whose node their run excludes.
-
-        It does so more rarely while no place is free.
-        """
+        """Skip tasks of ended runs and excluded nodes; more rarely while no place is free."""
         if is_full and time.monotonic() < self._check_runs_at:
             return
         self._check_runs_at = time.monotonic() + _CHECK_RUNS_S
@@ -549,10 +539,7 @@ def gpu_variables(
 
 
 def require_gpus(runs: Iterable[RunRequest], gpus: Sequence[str]) -> None:
-    """Refuse a run that uses GPUs and has more nodes than there are, or no GPU (pure).
-
-    Raises ConfigError, which names both numbers.
-    """
+    """Raise ConfigError for a run that uses GPUs if there are none, or fewer than nodes (pure)."""
     for run in runs:
         nodes = run.settings.nodes
         if not gpus and run.settings.nproc_per_node == "gpu":
@@ -573,11 +560,7 @@ def require_gpus(runs: Iterable[RunRequest], gpus: Sequence[str]) -> None:
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], stop_after_s: float) -> None:
-    """End processes and all their descendants.
-
-    SIGTERM comes first, so that agents can stop their workers; SIGKILL follows after
-    ``stop_after_s`` seconds, or at once on a second Ctrl-C.
-    """
+    """End processes and their descendants: SIGTERM, then SIGKILL, at once on a second Ctrl-C."""
     if not processes:
         return
     for process in processes:

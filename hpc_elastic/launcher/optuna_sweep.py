@@ -335,10 +335,7 @@ def _component(key: str, given: Any, names: Mapping[str, str], module: Any) -> A
 
 
 def values_of(value: Any, num_objectives: int) -> list[float]:
-    """Return the objectives of a return value of rank 0 (pure).
-
-    Raises ValueError if it is no number, or, for several objectives, no list of as many.
-    """
+    """Return the objectives of rank 0's value (pure); raise ValueError for any other value."""
     listed = value if num_objectives > 1 and isinstance(value, list) else [value]
     numbers = [v for v in listed if isinstance(v, int | float) and not isinstance(v, bool)]
     if len(numbers) != num_objectives or len(listed) != num_objectives:
@@ -351,11 +348,7 @@ def values_of(value: Any, num_objectives: int) -> list[float]:
 
 @dataclass
 class Curve:
-    """Values of a trial at multiples of a number of steps, from those at other steps.
-
-    ``step`` is the last multiple whose value is known; ``before`` is the last point: step and
-    value.
-    """
+    """Values of a trial at multiples of a number of steps; ``before`` is the last point."""
 
     step: int = 0
     before: tuple[int, float] | None = None
@@ -385,8 +378,6 @@ class Curve:
 
 @dataclass
 class _Flight:
-    """A trial in flight."""
-
     trial: optuna.Trial
     job: FrozenJob
     run: RunHandle
@@ -394,10 +385,7 @@ class _Flight:
 
 
 class _OpenJobs:
-    """The submissions of all trials in flight, as one, for the waiter.
-
-    One call of squeue for all.
-    """
+    """All submissions in flight as one, so that one squeue call serves the waiter."""
 
     def __init__(self, sweep: Path) -> None:
         self._sweep = sweep
@@ -457,8 +445,6 @@ class _OpenJobs:
 
 
 class _StudyRunner:
-    """The loop of a study."""
-
     def __init__(self, sweep: Sweep, settings: OptunaSettings, space: SearchSpace) -> None:
         self._sweep, self._settings, self._space = sweep, settings, space
         self._entry = entry_of(sweep.task_function, "hydra", command_line())

@@ -42,11 +42,7 @@ _IN_NO_DIRECTIVE = {f.name for f in fields(LauncherSettings)} - {"preempt_signal
 
 @dataclass(frozen=True)
 class RunRequest:
-    """One run to be submitted.
-
-    ``overrides`` are its label in tables; ``hydra_files`` maps names to the texts to write to
-    ``.hydra/``.
-    """
+    """One run to be submitted; ``overrides`` label it, ``hydra_files`` are texts of ``.hydra/``."""
 
     dir: Path
     settings: RunSettings

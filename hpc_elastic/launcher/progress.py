@@ -178,10 +178,7 @@ def _text(value: object) -> str:
 
 
 class Progress:
-    """Shows the runs while entered: a live table on a terminal, else a line for each change.
-
-    Without a console messages are logged, for a thread beside the user's program.
-    """
+    """Shows the runs while entered: as a table, as lines, or in log messages without a console."""
 
     def __init__(self, console: Console | None) -> None:
         self._console = console
@@ -228,10 +225,7 @@ class Progress:
 
 
 def line_interval_s(age_s: float) -> float:
-    """Return the seconds between two lines that show steps only (pure).
-
-    They grow with the age of the display, so that a day's log has some 200 lines per run.
-    """
+    """Return the seconds between lines of steps: a day's log has some 200 per run (pure)."""
     return min(600.0, max(10.0, age_s / 10))
 
 

@@ -51,12 +51,10 @@ class SubmittedJobs(Protocol):
         """The job that stands for the result of the runs; None if there is none."""
 
     def list_tasks(self) -> Mapping[str, TaskState]:
-        """Return all tasks that the scheduler still lists, by queue name; one call for all.
+        """Return the tasks that the scheduler still lists, by queue name; one call for all.
 
-        A co-allocated job is one entry, by its job id (`scheduler.states_of` splits it).
-
-        Raises:
-            SlurmError: The scheduler does not answer at the moment.
+        A co-allocated job is one entry, by its job id (`scheduler.states_of` splits it). Raises
+        SlurmError if the scheduler does not answer at the moment.
         """
 
     def cancel(self) -> None:
@@ -71,10 +69,7 @@ class SubmittedJobs(Protocol):
 
 @dataclass(frozen=True)
 class RunHandle:
-    """One submitted run.
-
-    ``tasks`` are the names of its tasks by slot, ``label`` is its overrides.
-    """
+    """One submitted run; ``tasks`` are names by slot, ``label`` is its overrides."""
 
     dir: Path
     label: str
@@ -97,11 +92,8 @@ class RunHandle:
     def read_end(self) -> RunEnd | None:
         """Return how the run ended, with its values or its error; None if it has no result.
 
-        A run with damaged files has failed. A read that fails is no statement about the run: on NFS
-        a server may be away for minutes. Read again.
-
-        Raises:
-            OSError: Its files cannot be read at the moment.
+        A run with damaged files has failed. OSError says nothing about the run: on NFS a server may
+        be away for minutes. Read again.
         """
         try:
             result = read_json(self.paths.result)
@@ -171,10 +163,7 @@ def results_folder(run: RunDir, result: Mapping[str, Any]) -> Path | None:
 
 
 def read_result_status(run: RunDir) -> str | None:
-    """Return the status in result.json; None if the run has left none.
-
-    Raises RunDirectoryError if the file is damaged or unreadable.
-    """
+    """Return the status in result.json, or None; raise RunDirectoryError if unreadable."""
     try:
         result = read_json(run.result)
     except (OSError, ValueError) as e:
@@ -183,10 +172,7 @@ def read_result_status(run: RunDir) -> str | None:
 
 
 def mark_cancelled(run: RunDir, warn: Callable[[str], None]) -> None:
-    """Mark a run as cancelled; an earlier mark stays.
-
-    Raises RunDirectoryError if the run belongs to another user.
-    """
+    """Mark a run as cancelled, once; raise RunDirectoryError if it is another user's."""
     if is_there(run.cancelled):
         return
     who = {"user": user(), "host": socket.gethostname(), "time": time.time()}

@@ -66,11 +66,7 @@ DEFAULT_MAX_ARRAY_SIZE = 1001
 
 @dataclass(frozen=True)
 class SlurmJobs:
-    """The submitted arrays of a sweep; they outlive this process.
-
-    ``time_slots`` fits the limits of the tasks of runs that have no node, and so no leader.
-    ``result_job`` stands for the result of the runs (``launcher.result_job``).
-    """
+    """Submitted arrays, which outlive this process; ``time_slots`` is for runs without a leader."""
 
     job_ids: Sequence[str]
     sweep: Path
@@ -300,10 +296,7 @@ def with_shell_defaults(launcher: SlurmSettings, environ: Mapping[str, str]) -> 
 
 
 def adopt_shell(requests: Sequence[RunRequest], environ: Mapping[str, str]) -> list[RunRequest]:
-    """Return runs with the shell's defaults (`with_shell_defaults`); name its other options once.
-
-    The others have no effect (`slurm.environment.for_sbatch`).
-    """
+    """Return runs with the shell's defaults; name its other options, which have no effect, once."""
     known = _HARMLESS.union(_OF_SHELL, _FLAGS_OF_SHELL)
     if others := sorted(k for k in environ if k.startswith("SBATCH_") and k not in known):
         remedy = "settings take their place (launcher.*, launcher.sbatch)"
@@ -384,10 +377,7 @@ def query_partitions(
 def choose_harvest(
     requests: Sequence[RunRequest], client: SiteClient | None = None
 ) -> list[RunRequest]:
-    """Return runs with what ``launcher.harvest=auto`` is on this cluster, and print the choice.
-
-    A run that is resumed keeps its choice.
-    """
+    """Choose what ``launcher.harvest=auto`` is here, and print it; a resumed run keeps its own."""
     settings, notes = choose_terms([request.settings for request in requests], client)
     for note in notes:
         print(note, file=sys.stderr)
@@ -416,10 +406,7 @@ def without_effect(settings: RunSettings) -> list[str]:
 
 
 def _require_nodes(settings: RunSettings, partitions: Sequence[Partition]) -> None:
-    """Refuse a run whose minimum exceeds its partitions' nodes; sbatch accepts it.
-
-    The run would hold all their nodes and never train.
-    """
+    """Refuse a minimum that sbatch accepts but no partition has: the run would never train."""
     least, total = settings.nodes.min, sum(partition.num_nodes for partition in partitions)
     if not total or least <= total or not has_whole_nodes(settings.launcher):
         return
@@ -456,10 +443,7 @@ def _gpu_note(
 
 
 def _time_note(settings: SlurmSettings, partitions: Sequence[Partition]) -> str | None:
-    """Return a note on a time limit above that of all partitions; None if there is none.
-
-    Slurm accepts such tasks and never starts them, unless a QOS permits longer ones.
-    """
+    """Return a note on a limit that Slurm accepts but never starts without a QOS; else None."""
     limits = [partition.max_time_s for partition in partitions]
     if settings.time is None or not limits or None in limits:
         return None

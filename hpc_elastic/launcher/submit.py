@@ -59,7 +59,7 @@ def submit(requests: Sequence[RunRequest], *, sweep: Path, name: str) -> list[Ru
     """Submit the runs of one sweep directory.
 
     With ``launcher.dry_run=true`` the files are written and the plan is printed. If the runs are
-    not waited for (`is_awaited`), how to come back to them is printed, or reported to
+    not waited for (`is_awaited`), the commands that return to them are printed, or reported to
     `hpc-elastic submit`.
 
     Args:
@@ -136,10 +136,7 @@ def withdrawn_if_refused(plan: Plan) -> Iterator[None]:
 
 @contextmanager
 def released_on_failure(jobs: SubmittedJobs) -> Iterator[None]:
-    """Release submitted jobs if a later step fails, and print what has become of them.
-
-    Processes of ``launcher=local`` would continue without a launcher otherwise.
-    """
+    """Release jobs if a later step fails, and print that; local processes would run on."""
     try:
         yield
     except KeyboardInterrupt as e:
@@ -151,10 +148,7 @@ def released_on_failure(jobs: SubmittedJobs) -> Iterator[None]:
 
 @contextmanager
 def ended_by_interrupt() -> Iterator[None]:
-    """End this program with a message, and no traceback, on Ctrl-C or SIGTERM.
-
-    The message is that of the KeyboardInterrupt, if it has one. Raises SystemExit then.
-    """
+    """Exit on Ctrl-C or SIGTERM with the message of the KeyboardInterrupt alone, if any."""
     try:
         with _util.sigterm_as_interrupt():
             yield
@@ -347,11 +341,7 @@ def next_array(submission: Path) -> int:
 
 
 def with_free_numbers(prepare_again: Callable[[], T]) -> T:
-    """Plan and prepare a submission, again if another one takes its array numbers meanwhile.
-
-    Several runs of one sweep may be resumed at the same moment. Raises ArrayTakenError if the
-    numbers were taken at every try.
-    """
+    """Prepare a submission, again if others take its numbers; raise ArrayTakenError at the end."""
     for _ in range(_NUM_TRIES - 1):
         try:
             return prepare_again()
@@ -386,8 +376,7 @@ def render_scripts(
 ) -> dict[int, str]:
     """Return the text of the batch script of each array, by number; none with launcher=local.
 
-    ``name`` names the jobs where ``launcher.job_name`` gives none; setup lines run in ``cwd``, by
-    default the present directory. Raises ConfigError if a setting cannot be written.
+    Setup lines run in ``cwd``, by default here. Raises ConfigError if a setting cannot be written.
     """
     if plan.backend != "slurm":
         return {}
@@ -413,10 +402,7 @@ def render_scripts(
 
 
 def read_template(path: str | None) -> str:
-    """Return the text of the packaged template, or of the user's own.
-
-    Raises ConfigError if the user's template cannot be read.
-    """
+    """Return the text of the packaged template or the user's; raise ConfigError if unreadable."""
     packaged = _util.folder("sbatch_templates") / "array.sbatch.j2"
     try:
         return (Path(path) if path else packaged).read_text()
@@ -430,8 +416,8 @@ def read_template(path: str | None) -> str:
 def write_concurrently(write_run: Callable[..., None], *of_each_run: Sequence[Any]) -> None:
     """Write the files of all runs, several runs at a time where a file system is slow.
 
-    On a fast file system threads would only wait for the interpreter's lock. The first call that
-    fails raises its own error; later calls may not have been made.
+    Elsewhere threads would only wait for the interpreter's lock. The first error is raised; later
+    calls may not have been made.
     """
     remaining = zip(*of_each_run, strict=True)
     started = time.monotonic()

@@ -136,10 +136,7 @@ def share_composition(context: HydraContext, config: DictConfig) -> None:
 
 
 def require_sweep_dir(config: DictConfig) -> None:
-    """Refuse a directory that Hydra uses for a single job only, and would ignore here.
-
-    Raises ConfigError if ``hydra.run.dir`` was given on the command line.
-    """
+    """Raise ConfigError for ``hydra.run.dir``, which Hydra ignores in a sweep."""
     typed = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
     for override in map(str, typed or ()):  # ${hydra.job.num} has no value yet
         key, _, value = override.partition("=")
@@ -330,11 +327,7 @@ class SharedSections:
         return section
 
     def read(self, interpolation: Interpolation) -> None:
-        """Read an interpolation, so that its calls are recorded.
-
-        A worker may succeed where this fails: a resolver needs the node, or the function sets the
-        missing key.
-        """
+        """Read an interpolation to record its calls; a worker may succeed where this fails."""
         try:
             interpolation.value()
         except InterpolationKeyError as e:
@@ -374,10 +367,7 @@ class SharedSections:
 
 
 def _resolved(config: DictConfig, key: str) -> Any:
-    """Return a setting of ours as plain values.
-
-    Raises ConfigError if an interpolation in it cannot be resolved here.
-    """
+    """Return a setting of ours as plain values; raise ConfigError if it cannot be resolved."""
     encoder = Encoder()
     plain, _ = encoder.encode(config._get_node(key), key)
     if not encoder.interpolations:

@@ -346,11 +346,7 @@ def link_snapshot(run: Path, submission: Path) -> None:
 
 
 def own_files(listed: Iterable[str]) -> list[str]:
-    """Return the files that are not output of sweeps (pure).
-
-    A sweep directory usually lies in the checkout, and often git does not ignore it: its files
-    would be copied into itself.
-    """
+    """Return the files that are no output of sweeps: a copy would contain itself (pure)."""
     paths = [PurePosixPath(name) for name in listed]
     sweeps = {p.parent for path in paths for p in path.parents if p.name == SUBMISSION}
     return [str(path) for path in paths if sweeps.isdisjoint(path.parents)]

@@ -198,10 +198,7 @@ class LocalView:
 
 
 def find_submission(folder: Path) -> Path:
-    """Return the ``.hpc_elastic`` of a sweep directory, or of the sweep of a run directory.
-
-    Raises RunDirectoryError if `folder` is neither.
-    """
+    """Return a sweep's (or its run's) ``.hpc_elastic``; raise RunDirectoryError if neither."""
     if (folder / SUBMISSION).is_dir():
         return folder / SUBMISSION
     if is_there(RunDir(folder).spec):

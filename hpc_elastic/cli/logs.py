@@ -174,8 +174,6 @@ def logs_command(
 
 
 class _Output:
-    """Prints lines on standard output."""
-
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
         self._on_terminal = sys.stdout.isatty() and not as_json

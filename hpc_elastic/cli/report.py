@@ -98,7 +98,7 @@ def report_command(run: Path, output: Path | None, form: str | None, as_json: bo
 
 
 def render(report: Report, form: str) -> bytes:
-    """Return a report in a format; raise ReportLibraryError if html or png lacks a library."""
+    """Return a report in a format; raise ReportLibraryError without the library of html and png."""
     values = report.to_json()
     if form == "json":
         return (json.dumps(values) + "\n").encode()

@@ -146,7 +146,6 @@ def _until_end(
 
 
 def _watch(watched: Iterator[RunDetails], *, as_json: bool) -> int:
-    """Show a run until it has ended; return the exit code."""
     out, ended = console(), None
     if out.is_terminal and not as_json:
         with sigterm_as_interrupt(), Live(console=out, auto_refresh=False) as live:

@@ -25,10 +25,7 @@ from hpc_elastic.run.directory import RunDir
 
 @dataclass(frozen=True)
 class CheckpointFinding:
-    """The state of one checkpoint; None where the manifest cannot be read.
-
-    ``problems`` are its defects, each a sentence; empty if it is good.
-    """
+    """The state of one checkpoint; None where the manifest cannot be read."""
 
     folder: str
     step: int | None = None

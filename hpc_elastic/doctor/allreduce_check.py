@@ -84,10 +84,7 @@ def measure_allreduce(rank: int, world_size: int, host: str, port: int) -> Allre
 
 
 def _reduce(backend: str, rank: int, world_size: int, store: Any) -> float:
-    """Return the bandwidth of an all_reduce.
-
-    Raises RuntimeError if it failed, or its sum was wrong.
-    """
+    """Return the bandwidth of an all_reduce; raise RuntimeError on a failure or a wrong sum."""
     import torch
     from torch import distributed
     from torch.distributed.distributed_c10d import PrefixStore

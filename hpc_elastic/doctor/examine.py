@@ -21,10 +21,7 @@ _KILL_WAIT_S = 30.0
 
 @dataclass(frozen=True)
 class Examination:
-    """The findings, in the order of the table, and the facts behind them as JSON.
-
-    The versions are those of the login node.
-    """
+    """The findings in the order of the table, facts as JSON, and the login node's versions."""
 
     findings: list[Finding]
     versions: dict[str, str | None]

@@ -59,10 +59,7 @@ class ProbeJob:
         return f"{self.job_id}_{index}"
 
     def query_tasks(self) -> dict[int, TaskState]:
-        """Return the state of each task; forgotten ones are left out.
-
-        Raises SlurmCommandError if Slurm does not answer.
-        """
+        """Return the state of each remembered task; raise SlurmCommandError without an answer."""
         found = self.client.tasks([self.job_id])
         return {i: found[self.task(i)] for i in range(self.num_nodes) if self.task(i) in found}
 
@@ -160,10 +157,7 @@ def render(
     num_tasks: int,
     module: str = batch_script.TASK_MODULE,
 ) -> str:
-    """Return the batch script that a run with these settings would have.
-
-    Raises HpcElasticError if a setting cannot be written into it.
-    """
+    """Return the batch script of a run with these settings; raise HpcElasticError if impossible."""
     script = batch_script.Script(
         settings=replace(launcher, array_parallelism=None),
         job_name=launcher.job_name or "hpc-elastic-doctor",
@@ -448,13 +442,11 @@ class Evidence:
     """Everything that a probe has shown.
 
     Attributes:
-        reports: The reports of the tasks, by index.
         silent: Description of a task that has measured nothing, by index.
         blind: The nodes of running tasks that do not see newly written files, by index.
         outside: Error of Slurm's commands outside of the container, by node; None if they answer.
             Empty without a container.
-        notices: Seconds until a process received it, by task and process; None if it did not.
-        endings: How tasks were ended.
+        notices: Seconds until a process received the notice, by task and process; None if none.
     """
 
     num_asked: int

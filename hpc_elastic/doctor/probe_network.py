@@ -178,10 +178,7 @@ def _query_time(connection: SignedSocket, asker: int) -> tuple[float, float]:
 
 
 def send_request(connection: SignedSocket, what: str, asker: int, **details: int) -> dict[str, Any]:
-    """Send another task a request, and return its answer.
-
-    Raises OSError if it does not answer, or reports an error.
-    """
+    """Send another task a request, and return its answer; raise OSError if it fails."""
     connection.send({"do": what, "asker": asker, **details})
     return _receive_answer(connection)
 

@@ -110,12 +110,10 @@ class NodeFacts:
     """Facts of a node, as a task sees it.
 
     Attributes:
-        folder: The probe's folder, as seen on this node.
         slurm: Errors of squeue and scontrol, by name; None if they answer.
         gpus_given: GPUs that Slurm gave the task; None if it names none.
         gpus_seen: GPUs that the driver shows, or their MIG slices; None without nvidia-smi.
         gpus_there: GPUs that each node of the partition has, by Slurm.
-        addresses: Own addresses by interface, without loopback.
         interface: The one that agents would use; empty if there is none.
         clears_shm: Whether the end of a session of the user clears /dev/shm.
     """

@@ -134,10 +134,7 @@ class Round:
 
 
 class EventIndex:
-    """The events of a run by what they concern.
-
-    ``points`` show how far workers had come that were killed with their agents.
-    """
+    """The events of a run by what they concern; points show how far killed workers had come."""
 
     def __init__(self, events: Iterable[Event], points: Iterable[Point] = ()) -> None:
         self._points = points

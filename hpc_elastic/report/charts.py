@@ -37,11 +37,7 @@ _CROSS = "M-1,-1L1,1M1,-1L-1,1"
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart, as Vega-Lite without size and colours.
-
-    ``name`` is that of its place in the page; ``title`` is for charts whose name does not show what
-    is drawn.
-    """
+    """One chart, as Vega-Lite without size and colours; ``name`` is its place in the page."""
 
     name: str
     spec: Spec
@@ -510,10 +506,7 @@ UNKNOWN = "–"
 
 
 def clock_ms(seconds: float) -> int:
-    """Return a time in milliseconds since 1970 of a clock that shows local time as UTC.
-
-    So a report shows the local time of the cluster wherever it is read.
-    """
+    """Return a time in ms since 1970 of a clock that shows the cluster's local time as UTC."""
     offset = datetime.fromtimestamp(seconds).astimezone().utcoffset()
     return round(1000 * (seconds + (offset.total_seconds() if offset else 0.0)))
 

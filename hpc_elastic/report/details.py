@@ -90,7 +90,6 @@ class RunDetails:
         status: The last state of the group, with what is known of earlier ones; None if there is
             none.
         departures: Number of ended attempts of tasks by how they ended (`NodeTime`).
-        account: Where the time of its nodes went.
         notes: What cannot be found out, and why.
         next_node: When its next node is expected; None if no task waits, or none is needed.
     """
@@ -158,10 +157,7 @@ class RunDetails:
 
 
 def read_details(view: RunView) -> RunDetails:
-    """Return the details of a run.
-
-    Raises RunDirectoryError if this is no run directory, nor what is left of one.
-    """
+    """Return the details of a run; raise RunDirectoryError if nothing of a run is there."""
     run = view.run.path
     notes: list[str] = []
     events: list[Event] = []
@@ -337,10 +333,7 @@ def _tasks(
 
 
 def report_of(view: RunView) -> Report:
-    """Return the report of a run.
-
-    Raises RunDirectoryError if this is no run directory, nor what is left of one.
-    """
+    """Return the report of a run; raise RunDirectoryError if nothing of a run is there."""
     details = read_details(view)
     notes = list(details.notes)
     timeline = build_timeline(details.history)

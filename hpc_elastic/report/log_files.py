@@ -136,11 +136,7 @@ class NothingSelectedError(HpcElasticError, LookupError):
 
 
 def require_there(selection: Selection, sources: Iterable[LogSource]) -> None:
-    """Refuse a selection that selects nothing, of the sources of a run with at least one worker.
-
-    Raises NothingSelectedError if a rank, node, attempt or round does not exist, or no source meets
-    all criteria.
-    """
+    """Raise NothingSelectedError if a criterion names nothing, or no source meets all."""
     found = list(sources)
     workers = [s for s in found if s.is_worker]
     _require("rank", selection.ranks, {s.rank for s in workers if s.rank is not None})
@@ -359,10 +355,7 @@ def lines(source: LogSource, start: int = 0, until: int | None = None) -> Iterat
 
 
 def begin_of(source: LogSource, since: float | None) -> float | None:
-    """Return a lower bound of the times of the lines of a file; None if it has none.
-
-    Lines before ``since`` (Unix seconds) do not count.
-    """
+    """Return a lower bound of the times of a file's lines since a time; None if it has none."""
     if not size_of(source.path):
         return None
     last = modified_at(source.path)
@@ -670,10 +663,7 @@ def readable_until(*, size: int, read: int, covered: int, waited_s: float) -> in
 
 
 def is_over(source: LogSource, newest: LogSource) -> bool:
-    """Return whether a file is complete: its task writes a newer one (pure).
-
-    ``newest`` is the newest file of the same task, by attempt and round.
-    """
+    """Return whether a file is complete: ``newest``, of the same task, is a later one (pure)."""
     if source.attempt is None:
         return False
     ours, newests = source.attempt, newest.attempt or 0

@@ -42,9 +42,9 @@ MEANINGS = {
 
 
 def html(report: Mapping[str, Any]) -> str:
-    """Return the page of the JSON form of a report.
+    """Return the page of a report's JSON form.
 
-    Raises ReportLibraryError if the library that draws the charts is not installed.
+    Raises ReportLibraryError without the chart library.
     """
     drawn = charts.charts(report)
     return _template("page.html.j2").render(
@@ -237,10 +237,7 @@ _TITLES = {
 
 
 def png(report: Mapping[str, Any]) -> bytes:
-    """Return the picture.
-
-    Raises ReportLibraryError if the library of the charts is not installed.
-    """
+    """Return the picture; raise ReportLibraryError without the library that draws the charts."""
     chart = json.dumps(spec(report))
     return bytes(_library().vegalite_to_png(chart, scale=2.0, allowed_base_urls=[]))
 

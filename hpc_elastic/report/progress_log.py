@@ -108,10 +108,7 @@ def read_points(file: Path) -> list[Point]:
 
 @dataclass(frozen=True)
 class Rates:
-    """The pace of the present group; None if it does not train, or it is unknown.
-
-    ``remaining_s`` is the time until ``total_steps``, at this pace.
-    """
+    """The pace of the present group and the seconds to ``total_steps``; None if unknown."""
 
     steps_per_s: float | None = None
     samples_per_s: float | None = None

@@ -355,10 +355,7 @@ _LOW_GPU_USE = 0.5
 
 
 def hints(by_kind: Mapping[str, float], node_s: float, points: Sequence[Point]) -> Iterator[str]:
-    """Yield what would save node time; nothing for a run that is too short to judge.
-
-    ``node_s`` is the sum of the node-seconds by kind.
-    """
+    """Yield what would save node time; nothing for a run that is too short to judge."""
     if node_s < _SHORTEST_S:
         return
     for kind, (least, remedy) in _REMEDIES.items():

@@ -100,13 +100,11 @@ class RunView:
         phase: See `phase_of`; or ``not submitted``.
         tasks: Its tasks as the scheduler lists them, by the names of their agents; None if unknown,
             or if it has a result.
-        why_unknown: Why `tasks` are unknown; None if they are known, or it has a result.
-        updated: When that was, in Unix seconds; None as above.
+        updated: When the leader wrote `status`, in Unix seconds; None if it has not.
         members: Task and number of workers of each member of that group, by group rank.
         restarts: Restarts that failures of workers have spent, and how many are allowed.
         stragglers: Ranks that are persistently slower than the others, as in status.json.
-        warnings: What is wrong with the training though it goes on, as in status.json.
-        notes: What cannot be found out, and why.
+        warnings: What is wrong with the training though it continues, as in status.json.
         unreadable: Why its result cannot be read at the moment; None if it can.
     """
 

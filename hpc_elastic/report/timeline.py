@@ -249,8 +249,6 @@ def _host_of(run: EventIndex, leader: Event | None) -> str | None:
 
 
 class _Change:
-    """The change from one round to the next."""
-
     def __init__(self, run: EventIndex, before: Round, after: Round) -> None:
         self._run, self._before, self._after = run, before, after
         self._was, self._is = before.members, after.members
@@ -357,8 +355,6 @@ _ANNOUNCED_CAUSES = ("preempted", "time_limit", "asked", "requeued", "cancelled"
 
 @dataclass(frozen=True)
 class _Departed:
-    """A replica that has left."""
-
     nodes: int
     """Number of the others."""
     cause: Cause
@@ -511,10 +507,7 @@ def _signs_of(run: EventIndex, round_: Round) -> list[Event]:
 
 
 def lost_steps(costs: Iterable[tuple[int | None, bool]]) -> str:
-    """Return the steps that were lost by several changes, in words.
-
-    Each cost is `Cost.lost_steps` and `Cost.is_least`.
-    """
+    """Return the lost steps of several changes in words, by `Cost.lost_steps` and `is_least`."""
     known = [(lost or 0, lost is None or is_least) for lost, is_least in costs]
     total, is_open = sum(lost for lost, _ in known), any(is_least for _, is_least in known)
     if is_open and not total:

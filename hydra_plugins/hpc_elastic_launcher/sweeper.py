@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 class ElasticOptunaSweeper(Sweeper):
     """Runs each trial of an Optuna study as an elastic run (`hpc_elastic.launcher.optuna_sweep`).
 
-    Args:
-        **settings: ``hydra.sweeper``, as of `OptunaSettings`; checked in `setup`.
+    ``settings`` are ``hydra.sweeper``, as of `OptunaSettings`; `setup` checks them.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -56,11 +55,7 @@ class ElasticOptunaSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> None:
-        """Run the study until it has ``n_trials`` trials that have ended.
-
-        Args:
-            arguments: The overrides on the command line.
-        """
+        """Run the study until it has ``n_trials`` trials that have ended."""
         from hydra.core.utils import configure_log, setup_globals
 
         from hpc_elastic.errors import ConfigError, HpcElasticError

@@ -75,12 +75,10 @@ _HEADERS = (
 
 
 def application(runs: LiveRuns, token: str, *, control: bool) -> ASGIApp:
-    """Return the application.
+    """Return the application; the caller starts and ends the thread of ``runs``.
 
-    Args:
-        runs: The runs; its thread is the caller's to start and end.
-        token: The secret of the printed URL.
-        control: Whether pages may cancel and resume runs, and take nodes from them.
+    ``token`` is the secret of the printed URL. With ``control``, pages may cancel and resume runs,
+    and take nodes from them.
     """
     root = "/" + hashlib.sha256(token.encode()).hexdigest()[:16]
     pages = _Pages(runs, root, control=control)
@@ -187,7 +185,6 @@ class _Pages:
         return Response(text, media_type="text/html")
 
     async def asset(self, request: Request) -> Response:
-        """Return a script or a style sheet."""
         make = _ASSETS.get(request.path_params["name"])
         if make is None:
             return _missing()
@@ -221,7 +218,6 @@ class _Pages:
         return StreamingResponse(stream(), media_type="text/event-stream")
 
     async def report(self, request: Request) -> Response:
-        """Return the content of a run's page."""
         run = self._run(request)
         if run is None or run.page is None:
             return _missing()
@@ -305,13 +301,8 @@ class _Pages:
 def command_line(run: str, request: dict[str, Any]) -> list[str]:
     """Return the arguments of a command that a page asks for (pure).
 
-    Args:
-        run: The run directory.
-        request: ``command``: ``cancel``, ``resume``, ``preempt`` or ``kill``; ``node`` of the last
-            two; ``nodes`` of ``resume``, such as ``2:4``, or empty.
-
-    Raises:
-        ValueError: It is none of these.
+    The request has ``command``: ``cancel``, ``resume``, ``preempt`` or ``kill``; ``node`` for the
+    last two; ``nodes`` for ``resume``, such as ``2:4``, or empty. Raises ValueError for any other.
     """
     match request:
         case {"command": "cancel"}:
@@ -337,13 +328,10 @@ def _event(value: dict[str, Any]) -> str:
 
 
 class _LogQuery:
-    """Lines that a page asks for.
+    """Lines that a page asks for; ``text`` is what a line contains, in any case.
 
-    Args:
-        selection: Selects the files.
-        text: Text that a line contains, in any case; empty for all lines.
-        before: Unix seconds of the first line that the page has, and its number of lines of that
-            time; None if it has none.
+    ``before`` are the Unix seconds of the first line that the page has, and its number of lines of
+    that time; None if it has none.
     """
 
     def __init__(
@@ -365,11 +353,7 @@ class _LogQuery:
         return cls(selection, given.get("text", ""), None)
 
     def follow(self, run: LiveRun) -> tuple[log_files.Follower, dict[str, Any]]:
-        """Return a follower, and the lines before it.
-
-        Raises:
-            RunDirectoryError: The run is gone.
-        """
+        """Return a follower, and lines before it; raise RunDirectoryError if the run is gone."""
         discovery = log_files.Discovery(RunDir(run.path))
         follower = log_files.Follower(discovery, self._selection, self._is_kept)
         sources = discovery.sources()
@@ -378,11 +362,7 @@ class _LogQuery:
         return follower, {**self._last(sources, until, _NUM_LINES), "ranks": ranks, "first": True}
 
     def older(self, run: LiveRun) -> dict[str, Any]:
-        """Return earlier lines than those that the page has.
-
-        Raises:
-            RunDirectoryError: The run is gone.
-        """
+        """Return lines before those of the page; raise RunDirectoryError if the run is gone."""
         sources = log_files.Discovery(RunDir(run.path)).sources()
         at, seen = self._before or (math.inf, 0)
         until = {}
@@ -434,14 +414,11 @@ def _line(line: LogLine) -> list[Any]:
 
 
 def live_page(*, run: int | None, control: bool, is_alone: bool, root: str, tag: str) -> str:
-    """Return the frame of a live page, which scripts fill.
+    """Return the frame of a live page, which scripts fill; ``run`` is None for the list of runs.
 
-    Args:
-        run: Number of the run; None for the list of runs.
-        control: Whether the page may change runs.
-        is_alone: Whether there is one run only, so that the page needs no way to the list.
-        root: Path of all pages, without a slash at its end.
-        tag: Part of the URLs of scripts and style sheets.
+    ``is_alone``: there is one run only, so the page needs no way to the list. ``root`` is the path
+    of all pages, without a slash at its end; ``tag`` is part of the URLs of scripts and style
+    sheets.
     """
     return page.templates(__package__).get_template("live.html.j2").render(
         run=run, control=control, is_alone=is_alone, root=root, tag=tag,

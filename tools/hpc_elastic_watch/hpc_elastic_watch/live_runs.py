@@ -76,13 +76,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Page:
-    """The content of a run's page.
-
-    Attributes:
-        version: It grows with each change.
-        html: `page.live_html`.
-        charts: The same.
-    """
+    """The content of a run's page (`page.live_html`); ``version`` grows with each change."""
 
     version: int
     html: str
@@ -93,11 +87,8 @@ class Page:
 class LiveRun:
     """One run, and what was read of it; times are monotonic.
 
-    Attributes:
-        number: Its number in this process, by which pages name it.
-        path: Its directory.
-        row: Its last row; None before it was read.
-        page: Its page; None unless it was asked for.
+    ``number`` names it in pages of this process. ``row`` is None before it was read, ``page``
+    unless it was asked for.
     """
 
     number: int
@@ -242,8 +233,7 @@ class LiveRun:
 class LiveRuns:
     """Some runs, kept up to date by a thread while pages are open; a context.
 
-    Args:
-        find: Returns their directories; called again now and then, since a sweep may grow.
+    ``find`` is called again now and then, since a sweep may grow.
     """
 
     def __init__(self, find: Callable[[], Sequence[Path]]) -> None:
@@ -290,11 +280,9 @@ class LiveRuns:
 
     @contextmanager
     def viewer(self, run: LiveRun | None, wake: Callable[[], None]) -> Iterator[None]:
-        """Keep the runs up to date while a page is open.
+        """Keep the runs up to date while a page is open; ``run`` is None for the list.
 
-        Args:
-            run: The run whose page it is; None for the list.
-            wake: Called by the thread when there is news.
+        The thread calls ``wake`` when there is news.
         """
         key = object()
         with self._changed:
@@ -315,15 +303,10 @@ class LiveRuns:
                     run.num_viewers -= 1
 
     def news(self, seen: int, run: LiveRun | None) -> tuple[int, dict[str, Any]]:
-        """Return what is new since a version, and the present version.
+        """Return what is new since a version (0: all), and the present version.
 
-        Args:
-            seen: The version that the page has; 0 for none.
-            run: As of `viewer`.
-
-        Returns:
-            The version, and a JSON object: ``rows`` and ``curves`` by number of the run, and
-            ``page``, the version of the run's page.
+        ``run`` as of `viewer`. The JSON object has ``rows`` and ``curves`` by number of the run,
+        and ``page``, the version of the run's page.
         """
         with self._changed:
             shown = self._runs if run is None else [run]

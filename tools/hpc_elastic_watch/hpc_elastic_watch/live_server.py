@@ -63,20 +63,13 @@ class _Connection(H11Protocol):  # type: ignore[misc]
         return self._deadline.when()
 
     def hang_up(self) -> None:
-        """Close it, if it is silent."""
         if self.is_silent:
             self.connections.discard(self)
             self.transport.abort()
 
 
 def serve(app: ASGIApp, listener: socket.socket, end_streams: Callable[[], None]) -> None:
-    """Serve until SIGINT or SIGTERM.
-
-    Args:
-        app: The application.
-        listener: A listening socket.
-        end_streams: Called then; answers that have no end must end.
-    """
+    """Serve until SIGINT or SIGTERM; ``end_streams`` then ends the answers that have no end."""
     options: dict[str, Any] = dict(
         # a stranger's invalid requests are no lines in the owner's terminal
         log_config=None, log_level="error", access_log=False,

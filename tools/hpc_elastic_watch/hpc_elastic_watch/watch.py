@@ -105,13 +105,9 @@ def watch_command(
 
 
 def listen(port: int | None) -> socket.socket:
-    """Return a listening socket of 127.0.0.1.
+    """Return a listening socket of 127.0.0.1, by default on the usual port or the next free one.
 
-    Args:
-        port: Its port; None for the usual one, or the next that is free.
-
-    Raises:
-        HpcElasticError: It is not free.
+    Raises HpcElasticError if the port is not free.
     """
     ports = range(_PORT, _PORT + _NUM_PORTS) if port is None else (port,)
     for number in ports:

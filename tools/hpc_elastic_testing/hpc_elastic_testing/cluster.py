@@ -97,12 +97,7 @@ class FakeCluster:
         """End the processes of a job that runs: SIGTERM now, SIGKILL after KillWait.
 
         Unlike a preemption's first signal, this one reaches the batch script and its children too.
-
-        Args:
-            job: The job.
-            now: The time.
-            state: Its state after that, unless it is requeued.
-            requeue: Whether it goes back to the queue.
+        Unless the job is requeued, it gets ``state`` after that.
         """
         if requeue:
             job.started = job.preempted = None

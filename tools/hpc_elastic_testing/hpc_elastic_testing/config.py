@@ -18,7 +18,6 @@ class FakePartition:
     """One partition; every partition has all nodes.
 
     Attributes:
-        name: Its name.
         tier: A job preempts jobs of lower tiers.
         preempt_mode: Fate of a preempted job: ``REQUEUE``, ``CANCEL``, or ``OFF`` if its jobs
             cannot be preempted.
@@ -119,9 +118,7 @@ class FakeCommandError(FakeSlurmError):
 class Refusal(Exception):  # noqa: N818 (a result of the command, not a defect)
     """A command refuses its arguments; raised inside the controller only.
 
-    Attributes:
-        stderr: The command's message, without its name.
-        exit_code: Its exit code.
+    ``stderr`` is the command's message, without its name.
     """
 
     def __init__(self, stderr: str, exit_code: int = 1) -> None:
@@ -136,16 +133,7 @@ def unknown(what: str) -> Refusal:
 
 @dataclass(frozen=True)
 class CommandCall:
-    """One call of a command.
-
-    Attributes:
-        command: Its name.
-        argv: Its arguments.
-        env: Its environment.
-        cwd: Its directory.
-        stdin: Reads its standard input.
-        now: When it was called.
-    """
+    """One call of a command; ``now`` is when, ``stdin`` reads its standard input."""
 
     command: str
     argv: Sequence[str]

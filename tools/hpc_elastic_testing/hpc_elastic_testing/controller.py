@@ -179,11 +179,7 @@ class _Signals:
         self._connection, self._rest = connection, b""
 
     def __call__(self) -> list[int]:
-        """Return the signals since the last call.
-
-        Raises:
-            ClientLostError: The client has closed its connection.
-        """
+        """Return the signals since the last call; raise ClientLostError if the client has gone."""
         while readable(self._connection, timeout_s=0):
             received = self._connection.recv(4096)
             if not received:
@@ -265,16 +261,10 @@ class ClientLostError(Exception):
 
 
 class SrunCall:
-    """One call of srun, in a thread of its own.
+    """One call of srun, in a thread of its own; ``lock`` is the controller's.
 
-    Args:
-        call: The call.
-        output: File descriptor of its standard output.
-        error: The same for its errors.
-        signals: Returns the signals that the client has forwarded since the last call; raises
-            `ClientLostError`.
-        cluster: The cluster.
-        lock: The controller's.
+    ``output`` and ``error`` are file descriptors. ``signals`` returns those that the client has
+    forwarded since the last call, and raises `ClientLostError`.
     """
 
     def __init__(

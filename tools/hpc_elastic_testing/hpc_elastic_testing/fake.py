@@ -291,9 +291,7 @@ _CLIENT = Path(__file__).with_name("client.py")
 class ControllerProcess:
     """The process of one controller, and its directory.
 
-    Args:
-        folder: Its directory.
-        controller: Its process, which lives as long as its standard input is open.
+    It lives as long as its standard input is open.
     """
 
     def __init__(self, folder: Path, controller: subprocess.Popen[bytes]) -> None:
@@ -303,8 +301,7 @@ class ControllerProcess:
     def start(cls, config: FakeConfig) -> Self:
         """Start a controller, and wait until it answers.
 
-        Raises:
-            FakeSlurmError: It does not; the text has its output.
+        Raises FakeSlurmError, with the controller's output, if it does not.
         """
         try:  # the address of all nodes is this machine's own
             address = interface_module.choose("node1", None, interface_module.interfaces(), ())
@@ -345,9 +342,7 @@ class ControllerProcess:
     def send_request(self, what: str, node: str | None = None) -> None:
         """Send the controller a request for which Slurm has no command.
 
-        Raises:
-            FakeSlurmError: The request failed.
-            OSError: The controller is not running.
+        Raises FakeSlurmError if the request failed, or OSError if the controller is not running.
         """
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_STOP_S)

@@ -60,17 +60,12 @@ class TaskExit:
 
 @dataclass
 class Job:
-    """One job, or one element of an array.
+    """One job, or one element of an array; ``submitted`` is in epoch seconds.
 
     Attributes:
-        request: Its options.
-        submitted: When, in epoch seconds.
-        order: Its place in the queue.
         number: Its job id; None for an element that still waits in its array's record.
         array: The array's job id; None for a job that is no element.
-        index: Its index in the array.
         limit: Number of elements that may run at a time; None for all.
-        num_in_array: Number of elements of the array.
         bounds: The lowest and the highest index of the array.
     """
 
@@ -151,11 +146,8 @@ class Job:
 class JobStep:
     """A job step; the batch script is a step without a number.
 
-    Attributes:
-        number: Its number; None for the batch script.
-        tasks: Its tasks, by rank.
-        no_kill: Whether it outlives the loss of a node.
-        kills_on_bad_exit: Whether a failed task ends the others.
+    ``no_kill``: it outlives the loss of a node. ``kills_on_bad_exit``: a failed task ends the
+    others.
     """
 
     number: int | None
@@ -177,14 +169,9 @@ class JobStep:
 
 @dataclass
 class StepTask:
-    """One task of a step.
+    """One task of a step; ``rank`` is its number in the step.
 
-    Attributes:
-        rank: Its number in the step.
-        node: Its node.
-        process: Its process.
-        exit: Its exit; None while it runs.
-        lost: Whether its node has died unknown to the controller.
+    ``exit`` is None while it runs. ``lost``: its node has died unknown to the controller.
     """
 
     rank: int
@@ -196,12 +183,9 @@ class StepTask:
 
 @dataclass
 class Ending:
-    """The end of a job whose processes have been signalled.
+    """The end of a job whose processes have been signalled; ``state`` is its state after that.
 
-    Attributes:
-        requeue: Whether it goes back to the queue.
-        state: Its state after that.
-        kill_at: When its remaining processes are killed, in epoch seconds.
+    ``kill_at`` is when its remaining processes are killed, in epoch seconds.
     """
 
     requeue: bool
@@ -211,14 +195,10 @@ class Ending:
 
 @dataclass
 class FakeNode:
-    """One node.
+    """One node; ``died`` is in epoch seconds, None while it lives.
 
-    Attributes:
-        name: Its name.
-        died: When it died, in epoch seconds; None while it lives.
-        is_down: Whether the controller knows that it is dead.
-        is_drained: Whether it takes no further jobs.
-        is_paused: Whether all its processes are stopped.
+    ``is_down``: the controller knows that it is dead. ``is_drained``: it takes no further jobs.
+    ``is_paused``: all its processes are stopped.
     """
 
     name: str
@@ -264,8 +244,7 @@ class JobTable:
     ) -> tuple[int, list[Job]]:
         """Add a job, or all elements of an array; return its id, and them.
 
-        Raises:
-            Refusal: The indices are malformed or too large.
+        Raises Refusal if the indices are malformed or too large.
         """
         if array is None:
             job = self._new(request, now)
@@ -297,8 +276,7 @@ class JobTable:
     def find_jobs(self, name: str) -> list[Job]:
         """Return the jobs named ``12``, ``12_3`` or ``12_[1-3]``; empty if there are none.
 
-        Raises:
-            Refusal: The text is not the name of a job.
+        Raises Refusal if the text is not the name of a job.
         """
         m = _NAME.fullmatch(name)
         if m is None:
@@ -370,8 +348,7 @@ def start(
 ) -> TaskProcess:
     """Start a task under a stepd of its own.
 
-    Raises:
-        OSError: The directory is missing, or the machine has no process left.
+    Raises OSError if the directory is missing, or the machine has no process left.
     """
     theirs, ours = os.pipe()
     argv = [sys.executable, "-I", "-S", str(_STEPD), str(theirs), *command]

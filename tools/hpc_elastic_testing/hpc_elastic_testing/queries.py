@@ -47,11 +47,7 @@ _LONG = re.compile(r"([A-Za-z]+)(?::(\.?)(\d*)(.*))?", re.DOTALL)
 
 
 def squeue(argv: Sequence[str], jobs: JobTable, config: FakeConfig, now: float) -> str:
-    """Return the output of squeue.
-
-    Raises:
-        Refusal: The only job named is unknown, or an option is.
-    """
+    """Return the output of squeue; raise Refusal for a single unknown job or an unknown option."""
     options = parse(argv, SQUEUE_OPTIONS)
     if options.rest:
         raise Refusal(f"Unrecognized option: {options.rest[0]}")
@@ -245,11 +241,7 @@ _Row = tuple[FakePartition, str, tuple[str, ...]]
 
 
 def sinfo(argv: Sequence[str], cluster: FakeCluster) -> str:
-    """Return the output of sinfo.
-
-    Raises:
-        Refusal: An option or a format field is unknown.
-    """
+    """Return the output of sinfo; raise Refusal for an unknown option or format field."""
     options = parse(argv, SINFO_OPTIONS)
     if options.rest:
         raise Refusal(f"Unrecognized option: {options.rest[0]}")

@@ -19,10 +19,7 @@ from hpc_elastic_testing.jobs import COMPLETED, PENDING, Job
 class SchedulingDecision:
     """The jobs to start and to preempt.
 
-    Attributes:
-        starts: Jobs and their nodes.
-        preemptions: Jobs to preempt.
-        reasons: The pending reason of each other job, by its place in the queue.
+    ``reasons`` are the pending reasons of all other jobs, by place in the queue.
     """
 
     starts: list[tuple[Job, list[str]]] = field(default_factory=list)
@@ -40,12 +37,7 @@ def plan(
 ) -> SchedulingDecision:
     """Return the jobs to start and to preempt now.
 
-    Args:
-        jobs: All remembered jobs.
-        now: The time.
-        config: The cluster's settings.
-        up: Nodes that take jobs.
-        closed: Partitions that start no jobs.
+    ``up`` are the nodes that take jobs, ``closed`` the partitions that start none.
     """
     decision, room = SchedulingDecision(), _Room(jobs, config, up)
     num_running = Counter(job.array for job in jobs if job.has_nodes)

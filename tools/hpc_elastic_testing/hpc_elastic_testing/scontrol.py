@@ -43,17 +43,7 @@ _FINISHED = "Job has already finished"
 
 
 def scontrol(argv: Sequence[str], cluster: FakeCluster, address: str, now: float) -> str:
-    """Run scontrol; return its output.
-
-    Args:
-        argv: Its arguments.
-        cluster: The cluster.
-        address: The address of every node.
-        now: The time.
-
-    Raises:
-        Refusal: It cannot be done.
-    """
+    """Run scontrol; return its output, or raise Refusal. ``address`` is that of every node."""
     options = parse(argv, SCONTROL_OPTIONS)
     if not options.rest:
         raise unknown("scontrol without a command")
@@ -104,11 +94,7 @@ def _show(
 def _apply_to_jobs(
     names: Iterable[str], cluster: FakeCluster, act: Callable[[Job], str | None]
 ) -> None:
-    """Apply a change to all jobs of some names.
-
-    Raises:
-        Refusal: A name is unknown, or the change is impossible for a job; names them all.
-    """
+    """Apply a change to jobs; raise Refusal, with all names that are unknown or cannot change."""
     lines: list[str] = []
     for name in names:
         jobs = cluster.table.find_jobs(name)
@@ -286,11 +272,7 @@ def show_job(
 ) -> dict[str, str]:
     """Return the fields of ``scontrol show job``.
 
-    Args:
-        known: The job, or the first of the elements that wait in one record.
-        elements: All elements of the record, or the job alone.
-        cluster: The cluster's configuration.
-        now: The time.
+    ``known`` is the job, or the first of the ``elements`` that wait in one record.
     """
     request = known.request
     may_start = known.begin if known.begin > now else None
@@ -343,8 +325,7 @@ def records(jobs: Iterable[Job]) -> list[list[Job]]:
 def scancel(argv: Sequence[str], cluster: FakeCluster, now: float) -> str:
     """Cancel jobs, or send them a signal; unknown or ended jobs are no error, as in Slurm.
 
-    Raises:
-        Refusal: There is neither a job nor a filter, or an option is unknown.
+    Raises Refusal if there is neither a job nor a filter, or an option is unknown.
     """
     options = parse(argv, SCANCEL_OPTIONS)
     if (

@@ -31,8 +31,7 @@ _SYMBOL = re.compile(r"%(\d*)(.)")
 def start_batch(job: Job, config: FakeConfig, folder: Path) -> JobStep:
     """Start the batch script of a job on its first node.
 
-    Raises:
-        OSError: Its directory, or that of its log, is missing.
+    Raises OSError if its directory, or that of its log, is missing.
     """
     request = job.request
     assert request.script is not None
@@ -58,15 +57,7 @@ def start_batch(job: Job, config: FakeConfig, folder: Path) -> JobStep:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Options of a step: one call of srun.
-
-    Attributes:
-        options: Its options.
-        env: Its environment.
-        cwd: Its directory.
-        output: File descriptor of its standard output.
-        error: File descriptor of its standard error.
-    """
+    """Options of a step: one call of srun; ``output`` and ``error`` are file descriptors."""
 
     options: ParsedOptions
     env: Mapping[str, str]
@@ -83,9 +74,8 @@ class StepOptions:
 def start_step(job: Job, srun: StepOptions, config: FakeConfig, folder: Path) -> JobStep:
     """Start a step: its tasks, on the nodes of its job.
 
-    Raises:
-        Refusal: The job has fewer nodes or CPUs than it asks for.
-        OSError: Its directory, or that of a log, is missing.
+    Raises Refusal if the job has fewer nodes or CPUs than it asks for, or OSError if its directory,
+    or that of a log, is missing.
     """
     placed = _place_tasks(job, srun)
     cpus = cpus_of(job, config)
@@ -147,13 +137,7 @@ def cpus_of(job: Job, config: FakeConfig) -> int:
 
 
 def batch_env(job: Job, cpus: int, folder: Path) -> dict[str, str]:
-    """Return the environment of a job's batch script.
-
-    Args:
-        job: A job that has its nodes.
-        cpus: CPUs that it has on each of them.
-        folder: The cluster's directory.
-    """
+    """Return the environment of a job's batch script; the job has ``cpus`` on each of its nodes."""
     node = job.nodes[0]
     return {
         **job.request.env,
@@ -171,15 +155,10 @@ def batch_env(job: Job, cpus: int, folder: Path) -> dict[str, str]:
 def task_env(
     job: Job, number: int, placed: Sequence[str], rank: int, cpus: int, env: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment of one task of a step.
+    """Return the environment of one task of a step, made of that of its srun.
 
-    Args:
-        job: Its job.
-        number: The step's number.
-        placed: The node of each task, by rank; tasks of one node stand together.
-        rank: The task.
-        cpus: CPUs that the task's node gives to the step.
-        env: The environment of the srun that starts it.
+    ``placed`` has the node of each task by rank; tasks of one node stand together. ``cpus`` are
+    those that the task's node gives to the step.
     """
     nodes = list(dict.fromkeys(placed))
     per_node = [len(list(same)) for _, same in itertools.groupby(placed)]
@@ -285,8 +264,7 @@ def expand_pattern(
 ) -> Path:
     """Return the file of a pattern such as ``%A_%a.log``, relative to the job's directory.
 
-    Raises:
-        Refusal: It has a symbol that the fake does not know.
+    Raises Refusal if it has a symbol that the fake does not know.
     """
     values = {
         "%": "%",

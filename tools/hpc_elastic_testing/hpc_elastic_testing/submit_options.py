@@ -24,10 +24,8 @@ FLAG, VALUE, OPTIONAL = "flag", "value", "optional"
 class OptionTable:
     """The options of one command.
 
-    Attributes:
-        kinds: FLAG, VALUE or OPTIONAL by long name.
-        short: The long name of each single letter.
-        stops: Whether options end at the first other argument, as for srun and sbatch.
+    ``kinds`` are FLAG, VALUE or OPTIONAL by long name, ``short`` the long name of each single
+    letter. ``stops``: options end at the first other argument, as for srun and sbatch.
     """
 
     kinds: Mapping[str, str]
@@ -37,12 +35,7 @@ class OptionTable:
 
 @dataclass
 class ParsedOptions:
-    """A parsed command line.
-
-    Attributes:
-        options: Values by long name, ``""`` for flags; the last one counts.
-        rest: Other arguments.
-    """
+    """A parsed command line: values by long name (``""`` for flags; the last counts), the rest."""
 
     options: dict[str, str] = field(default_factory=dict)
     rest: list[str] = field(default_factory=list)
@@ -56,11 +49,7 @@ class ParsedOptions:
 
 
 def parse(argv: Sequence[str], table: OptionTable) -> ParsedOptions:
-    """Parse a command line.
-
-    Raises:
-        Refusal: An option is unknown to the fake, or lacks its value.
-    """
+    """Parse a command line; raise Refusal for an unknown option or a missing value."""
     parsed, words = ParsedOptions(), list(argv)
 
     def next_word(name: str) -> str:
@@ -105,8 +94,7 @@ def parse(argv: Sequence[str], table: OptionTable) -> ParsedOptions:
 def directives(script: str) -> list[str]:
     """Return the options in the #SBATCH lines of a script, up to its first command.
 
-    Raises:
-        Refusal: The text is not a script.
+    Raises Refusal if the text is not a script.
     """
     if not script.startswith("#!"):
         raise Refusal(
@@ -174,12 +162,9 @@ SRUN = OptionTable(
 
 @dataclass(frozen=True)
 class SignalOption:
-    """The option ``--signal``: a signal before the time limit.
+    """The option ``--signal``: a signal (without SIG) some seconds before the time limit.
 
-    Attributes:
-        name: Name of the signal, without SIG.
-        ahead_s: Seconds before the time limit.
-        to_shell: Whether it goes to the batch script instead of the steps.
+    ``to_shell``: it goes to the batch script instead of the steps.
     """
 
     name: str
@@ -189,32 +174,18 @@ class SignalOption:
 
 @dataclass(frozen=True)
 class JobRequest:
-    """The options of one job, or of each element of an array.
+    """The options of one job, or of each element of an array; None if not given.
 
     Attributes:
-        name: Its name in the queue.
-        partition: The name of its partition.
-        num_nodes: Number of nodes.
         num_tasks: Default number of tasks of its steps.
-        tasks_per_node: ``--ntasks-per-node``; None if not given.
-        cpus_per_task: ``--cpus-per-task``; None if not given.
-        exclusive: Whether it needs whole nodes.
-        nodelist: Nodes that it must have.
-        exclude: Nodes that it must not have.
         limit_s: Its time limit; None without one.
-        requeue: Whether Slurm may requeue it.
-        no_kill: Whether it outlives the loss of a node.
-        hold: Whether it waits until it is released.
         begin: Its earliest start, in epoch seconds.
         dependency: Kinds and job ids of its dependencies.
-        warning: ``--signal``; None if not given.
         output: File name pattern of its log.
         error: File name pattern of its standard error; None for the log.
         append: Whether the log is kept at a restart.
-        cwd: Its working directory.
         env: The environment of the submission.
         script: The batch script; None for an allocation of srun.
-        arguments: Arguments of the script.
         command: Path of the batch script, and its arguments; empty if it has none.
     """
 
@@ -264,11 +235,7 @@ class SubmitContext:
 
 
 def read_request(options: ParsedOptions, origin: SubmitContext, config: FakeConfig) -> JobRequest:
-    """Return the request of a job.
-
-    Raises:
-        Refusal: It can never run on this cluster.
-    """
+    """Return the request of a job; raise Refusal if it can never run on this cluster."""
     _refuse_unavailable(options, config)
     listed = _hosts(options, "nodelist", config)
     command = [str(origin.path), *origin.arguments] if origin.path.is_absolute() else []
@@ -371,8 +338,7 @@ def _dependency(text: str | None) -> tuple[tuple[str, int], ...]:
 def signal_name(text: str) -> str:
     """Return a signal's name without SIG, given with or without it, or as a number.
 
-    Raises:
-        Refusal: There is no such signal.
+    Raises Refusal if there is no such signal.
     """
     name = text.upper().removeprefix("SIG")
     try:

@@ -51,7 +51,6 @@ class SlurmClient:
     Args:
         timeout_s: Seconds that a command may take; None: 10, or more than the site's MessageTimeout
             if that is longer.
-        env: Environment of the commands; None: that of this process.
     """
 
     def __init__(
@@ -70,15 +69,9 @@ class SlurmClient:
         """Return all tasks of these jobs by name, in one call of squeue.
 
         A site's squeue may be a cache that is older than a job, so the controller is queried for
-        what it does not list, once for each job that Slurm has purged.
-
-        Args:
-            job_ids: Jobs and job arrays of the user.
-            once: Of several jobs, do not query any alone.
-
-        Returns:
-            Every array element by ``<array job id>_<index>``, including pending ones. A task that
-            has ended is listed until Slurm purges it; purged jobs have none.
+        what it does not list, once for each job that Slurm has purged; with ``once``, for none of
+        several jobs alone. Array elements, also pending ones, are named as ``40_3``. A task that
+        has ended is listed until Slurm purges it.
         """
         ids = [job for job in dict.fromkeys(job_ids) if job not in self._purged]
         if not ids:
@@ -141,12 +134,8 @@ class SlurmClient:
         """Return the newest job of the user with a batch script; None: Slurm lists none.
 
         One that has ended, or is being ended, does not count, also where a site's squeue is a cache
-        that still lists it: the controller is queried for what is found.
-
-        Args:
-            script: The batch script.
-            index: Only jobs with this array element; None: any.
-            besides: Job ids that are known.
+        that still lists it: the controller is queried for what is found. ``besides`` are job ids
+        that are known.
         """
         states = ["-t", "PENDING,RUNNING,SUSPENDED"]
         output = self._run(["squeue", "-h", "--me", *states, "-o", parsing.SCRIPTS_FORMAT])
@@ -168,11 +157,9 @@ class SlurmClient:
     def cancel(self, tasks: Sequence[str], *, pending_only: bool = False) -> None:
         """Cancel tasks; those that have ended are no error.
 
-        Args:
-            tasks: Names as in `scheduler`: jobs, arrays, or single array elements.
-            pending_only: Leave alone tasks that have a node. squeue is called first: with
-                ``--state``, scancel cancels *every* pending element of an array if one is named
-                (Slurm 22.05). A task that Slurm starts in between is cancelled nevertheless.
+        ``pending_only`` leaves alone tasks that have a node. squeue is called first: with
+        ``--state``, scancel cancels *every* pending element of an array if one is named (Slurm
+        22.05). A task that Slurm starts in between is cancelled nevertheless.
         """
         if pending_only:
             named = set(map(queue_name, tasks))
@@ -234,9 +221,8 @@ class SlurmClient:
     ) -> dict[str, str]:
         """Return the state of each node of some partitions, in sinfo's words.
 
-        Args:
-            partition: A name or several with commas; None: of all partitions.
-            hosts: Names of nodes, of hidden partitions too; None: all.
+        ``partition`` may be several with commas; None: all. ``hosts`` are nodes of hidden
+        partitions too.
         """
         where = [] if partition is None else ["-p", partition]
         where += [] if hosts is None else ["-a", "-n", ",".join(hosts)]
@@ -244,13 +230,7 @@ class SlurmClient:
         return parsing.parse_each_node(self._run(argv))
 
     def queue(self, *, only_waiting: bool = False) -> list[parsing.QueuedJob]:
-        """Return the jobs of all users and partitions, and the reservations.
-
-        What the site hides from the user is missing.
-
-        Args:
-            only_waiting: Leave out the jobs that have nodes.
-        """
+        """Return the jobs that the user may see, of all partitions, and the reservations."""
         states = ["-t", "PENDING"] if only_waiting else []
         argv = ["squeue", "-h", "-a", *states, "-O", parsing.QUEUE_FORMAT]
         jobs = self._run(argv)
@@ -261,20 +241,13 @@ class SlurmClient:
             raise SlurmCommandError(argv, 0, str(e)) from e
 
     def node_kinds(self, partition: str | None) -> list[parsing.NodeKind]:
-        """Return the kinds of nodes of some partitions (login node).
-
-        Args:
-            partition: As given to sbatch: a name or several with commas; None: all visible ones.
-        """
+        """Return the kinds of nodes of partitions (several with commas; None: all visible ones)."""
         where = [] if partition is None else ["-p", partition]
         argv = ["sinfo", "-h", "-e", *where, "-o", parsing.NODE_KINDS_FORMAT]
         return parsing.parse_node_kinds(self._run(argv))
 
     def node_address(self, node: str) -> str | None:
-        """Return the host name or address by which the controller reaches a node, as configured.
-
-        None if Slurm has no such node, or no address of it.
-        """
+        """Return the configured host name or address of a node; None if Slurm has none."""
         return parsing.parse_node_address(self._node(node))
 
     def is_up(self, node: str) -> bool:
@@ -341,7 +314,7 @@ class SlurmClient:
     def end_hold(self, task: str) -> None:
         """Let a task start again that Slurm holds because a node could not start it.
 
-        The owner may do that, although Slurm holds it (22.05).
+        The owner may do that (22.05).
         """
         self._run(["scontrol", "release", queue_name(task)])
 
@@ -360,9 +333,7 @@ class SlurmClient:
     def set_time_limit(self, tasks: Sequence[str], limit_s: float) -> None:
         """Set the time limit of pending tasks of one node; others are left alone.
 
-        Args:
-            tasks: Names as in `scheduler`.
-            limit_s: At most the partition's limit; rounded up to whole minutes.
+        ``limit_s`` is at most the partition's limit; it is rounded up to whole minutes.
         """
         # NumTasks is refused for a task that has started meanwhile, whose limit would be lowered
         limit = ["NumTasks=1", f"TimeLimit={math.ceil(limit_s / 60)}"]
@@ -372,16 +343,12 @@ class SlurmClient:
     def postpone(
         self, tasks: Sequence[str], delay_s: float, *, time_limit_s: float | None = None
     ) -> None:
-        """Delay the start of pending tasks; others are left alone.
+        """Delay the start of pending tasks, by whole seconds; others are left alone.
 
-        Slurm keeps a record for each array element that was updated, so do not update ten thousand
-        of them at a time.
-
-        Args:
-            tasks: Names as in `scheduler`, or whole arrays. A task counts as pending from its
-                `requeue` on.
-            delay_s: Seconds from now, in whole seconds; it replaces an earlier delay.
-            time_limit_s: The time limit of the next attempt; None leaves it as it is.
+        It replaces an earlier delay. A task counts as pending from its `requeue` on. Slurm keeps a
+        record for each array element that was updated, so do not update ten thousand of them at a
+        time. ``tasks`` may be whole arrays. ``time_limit_s`` is that of the next attempt; None
+        leaves it as it is.
         """
         start = f"starttime=now+{math.ceil(delay_s)}"
         limit = [] if time_limit_s is None else [f"TimeLimit={math.ceil(time_limit_s / 60)}"]
@@ -393,12 +360,8 @@ class SlurmClient:
     ) -> None:
         """Let pending tasks avoid nodes, beside those that they avoid already.
 
-        Tasks that do not wait are left alone; one that is being requeued counts as waiting.
-
-        Args:
-            tasks: Names as in `scheduler`.
-            hosts: The nodes.
-            but: Nodes on which they may start again; see `readmit`.
+        Tasks that do not wait are left alone; one that is being requeued counts as waiting. They
+        may start again on the nodes ``but``; see `readmit`.
         """
         added, ended = set(hosts), set(but)
         if not added | ended:
@@ -456,16 +419,10 @@ class SlurmClient:
     ) -> str:
         """Submit a batch script, and return the job id.
 
-        Args:
-            script: The batch script.
-            flags: Flags of sbatch beside those in the script.
-            env: Environment that the job inherits; None: that of this process, without the
-                variables of a job around it and without options (`environment.for_sbatch`).
-            timeout_s: Seconds until sbatch is killed; None waits for it. A killed sbatch may have
-                submitted its job.
-
-        Raises:
-            SlurmCommandError: Also if no job id is in what it printed; the job may be in the queue.
+        ``flags`` go beside those in the script. The job inherits ``env``; None: this process's,
+        without the variables of a job around it and without options (`environment.for_sbatch`).
+        After ``timeout_s`` sbatch is killed; it may have submitted its job. Raises
+        SlurmCommandError also if it printed no job id; the job may be in the queue.
         """
         if env is None:
             env = environment.for_sbatch(os.environ if self._given is None else self._given)
@@ -490,13 +447,9 @@ class SlurmClient:
         """Submit a script once more, for one element of its array; return the new job id.
 
         The job does not start before `release`; without one it starts after ten minutes. An earlier
-        submission may have done it whose answer was lost: then its job is returned.
-
-        Args:
-            script: The batch script.
-            index: Index of the element; None for a co-allocated job.
-            exclude: Nodes to avoid, instead of those that the script names.
-            known: The jobs that the element has had.
+        submission may have done it whose answer was lost: then its job is returned. ``index`` is
+        None for a co-allocated job; ``known`` are the jobs that the element has had. The nodes to
+        ``exclude`` replace those that the script names.
         """
         if (lost := self.find_job(script, index, besides=known)) is not None:
             return lost
@@ -555,17 +508,10 @@ _TRIES = 3
 
 
 def call(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float | None) -> str:
-    """Return the standard output of a command.
+    """Return the standard output of a command, whose ``env`` has PATH.
 
-    A command that does not answer is killed with all that it has started (`_util.run`).
-
-    Args:
-        argv: The command line.
-        env: Its environment, PATH included.
-        timeout_s: Seconds that it may take; None: no limit.
-
-    Raises:
-        SlurmCommandError: It is not installed, failed, or did not answer in time.
+    A command that does not answer is killed with all that it has started (`_util.run`). Raises
+    SlurmCommandError if it is not installed, fails, or does not answer in time.
     """
     return _call(argv, env, timeout_s).stdout
 
@@ -634,11 +580,9 @@ class SiteClient(SlurmClient):
     def preemption(self, partition: str | None, qos: str | None = None) -> parsing.Preemption:
         """Return how a task in these partitions is preempted (login node).
 
-        If Slurm does not answer this is Slurm's default, with a warning in the log.
-
-        Args:
-            partition: As given to sbatch: a name or several with commas; None: the default one.
-            qos: As given to sbatch. Where QOS preempt each other, its grace counts, if it is known.
+        If Slurm does not answer this is Slurm's default, with a warning in the log. The arguments
+        are as given to sbatch. Where QOS preempt each other, the grace of ``qos`` counts, if it is
+        known.
         """
         try:
             config = self._run(["scontrol", "show", "config"])
@@ -668,10 +612,7 @@ class SiteClient(SlurmClient):
     ) -> frozenset[str]:
         """Return the names of the QOS that the associations of a user name.
 
-        Args:
-            user: The user.
-            cluster: Only those on this cluster: the accounting may be of several.
-            account: Only those in this account; None: in any.
+        With ``cluster`` only those on this cluster: the accounting may be of several.
         """
         names = {"user": user, "cluster": cluster, "account": account}
         which = [f"{key}={value}" for key, value in names.items() if value]
@@ -681,24 +622,14 @@ class SiteClient(SlurmClient):
     def test_only(self, script: str, flags: Sequence[str] = ()) -> str:
         """Let sbatch validate a script; return when and where it would start, in sbatch's words.
 
-        Args:
-            script: Path of the batch script.
-            flags: Flags of sbatch that replace those in the script.
-
-        Raises:
-            SlurmCommandError: sbatch would refuse it; its standard error has the reason.
+        If sbatch would refuse it, the standard error in SlurmCommandError has the reason.
         """
         done = _call(["sbatch", "--test-only", *flags, script], self._outside(), self.timeout_s)
         words = done.stderr.strip() or done.stdout
         return re.sub(r"\A(sbatch: )?(Job \d+ )?", "", words.strip())
 
     def signal(self, task: str, name: str) -> None:
-        """Send a signal to every process of a task's steps.
-
-        Args:
-            task: Its name, as in `scheduler`.
-            name: Such as ``USR2``.
-        """
+        """Send a signal, such as ``USR2``, to every process of a task's steps."""
         self._run(["scancel", f"--signal={name}", task])
 
     def kill(self, tasks: Sequence[str]) -> None:
@@ -710,12 +641,7 @@ class SiteClient(SlurmClient):
 
 
 def reachable(client: SlurmClient, task: str) -> dict[str, str | None]:
-    """Return the problem of squeue and of scontrol on this machine, None if it answers.
-
-    Args:
-        client: Runs Slurm's commands.
-        task: A task of the user.
-    """
+    """Return the problem of squeue and of scontrol on this machine, None if it answers."""
     problems: dict[str, str | None] = {}
     for command, query in (("squeue", lambda: client.tasks([task])), ("scontrol", client.config)):
         try:

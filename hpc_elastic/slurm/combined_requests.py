@@ -62,11 +62,7 @@ _MOST = 1000
 class CombinedRequests:
     """The `requeue.TaskQueue` of a task that is not alone.
 
-    Args:
-        folder: The run's folder for these requests.
-        client: Runs Slurm's commands.
-        task: The agent's task.
-        attempt: Number of its requeues; None if unknown: its requests are not combined then.
+    If ``attempt``, the number of its requeues, is unknown, its requests are not combined.
     """
 
     def __init__(self, folder: Path, client: SlurmClient, task: str, attempt: int | None) -> None:
@@ -95,10 +91,7 @@ class CombinedRequests:
         """Return the seconds left of this task's wall time; None where it has no end.
 
         The first call may use an answer to another task at any time since both run, by the clocks
-        of two nodes; later ones query Slurm.
-
-        Raises:
-            SlurmCommandError: Slurm does not answer.
+        of two nodes; later ones query Slurm. Raises SlurmCommandError if Slurm does not answer.
         """
         name = queue_name(self._task)
         if not self._knows_limit:
@@ -120,7 +113,7 @@ class CombinedRequests:
         return None if state is None or state.has_replaced(self._attempt) else state.time_left_s
 
     def requeue(self, task: str) -> None:
-        """Send this task back to the queue, with all others that wish it just then."""
+        """Send this task back to the queue, with all others that request it at the same time."""
         if self._attempt is not None:
             try:
                 if self._requeue_together():

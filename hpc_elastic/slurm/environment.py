@@ -28,20 +28,13 @@ class SlurmEnvironment:
 
     Every property raises `SlurmEnvironmentError`, naming the variable, its value and what is
     expected, if the variable is malformed, or missing where it may not be.
-
-    Attributes:
-        variables: The SLURM_* variables, and SLURMD_NODENAME.
     """
 
     variables: Mapping[str, str]
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> SlurmEnvironment:
-        """Return the Slurm part of an environment (every task, at its start).
-
-        Raises:
-            SlurmEnvironmentError: the process does not run under Slurm.
-        """
+        """Return the Slurm part of an environment; SlurmEnvironmentError if it has none."""
         ours = ("SLURM_", "SLURMD_", _SCRIPT_STARTED, REPLACEMENT)
         found = cls({k: v for k, v in env.items() if k.startswith(ours)})
         _ = found.job_id
@@ -250,11 +243,6 @@ def as_worker(env: Mapping[str, str], hosts: str, workers: str) -> dict[str, str
 
     Many scripts read them before RANK. They are those of one srun with a task for each worker; for
     Slurm each node is a task of its own, whose variables keep their values under `OF_TASK`.
-
-    Args:
-        env: With torch's variables: RANK, LOCAL_RANK, GROUP_RANK and so on.
-        hosts: The nodes by group rank, as Slurm's node list.
-        workers: The number of workers on each, as in SLURM_TASKS_PER_NODE.
     """
     rank, local_rank, nodes = env["RANK"], env["LOCAL_RANK"], env["GROUP_WORLD_SIZE"]
     first_rank, here = int(rank) - int(local_rank), int(env["LOCAL_WORLD_SIZE"])
@@ -314,10 +302,7 @@ def for_sbatch(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def for_submission(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment in which a task submits another one in its place.
-
-    Without what Slurm sets for the devices and the step of this node.
-    """
+    """Return the environment to submit another task: without this node's devices and step."""
     of_step = (
         *(GPUS, "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
         *("ZE_AFFINITY_MASK", "PMI_", "PMIX_", "PMI2_"),

@@ -75,12 +75,9 @@ class ExitFacts:
     """What is known when a task has to exit.
 
     Attributes:
-        reason: Why it has to.
         state: Its state in Slurm now; None if Slurm has no such task any more.
         attempt: Number of its requeues when this attempt began; None if unknown.
-        run_ended: Whether the run has its result.
         requeues_left: How often it may come back; None: without a limit.
-        refused: Whether Slurm has refused to requeue it.
     """
 
     reason: Reason

@@ -51,13 +51,10 @@ class TaskState:
 
     Attributes:
         task: ``<array job id>_<index>``, or the job id of a job that is no array.
-        state: Slurm's word, such as PENDING.
-        reason: Why it is in it, such as Resources; empty for Slurm's None.
         node: Its node, a host list if it has several; empty if it has none. While `is_launch_held`
             the node that could not start it, if that is known.
         slot: The place of the task in its run, which another in its place has as well; None if the
             run was not looked at.
-        restarts: Number of its requeues; None if unknown.
         time_left_s: Seconds that it may still run, the whole time limit while it waits; None if
             there is no limit, or none known. It depends on no clock but the controller's.
         preempted: Whether Slurm preempts this attempt, or has: from its first signal on, until the

@@ -57,15 +57,9 @@ class LocalEntry:
 
     Attributes:
         state: ``PENDING``; ``RUNNING``; ``COMPLETING``: its processes are being ended; ``ENDED``.
-        pid: Its process; None while it is pending.
         started: Start time of that process, see `start_ticks`.
         exit_code: Exit code of the process, or minus the number of the signal that ended it; None
             if the task never started.
-        host: The machine.
-        launcher: Process of the launcher, which starts pending tasks.
-        launcher_started: Start time of that process.
-        node: Name of its node.
-        restarts: Number of its requeues.
         begin: Monotonic seconds of this machine before which it does not start; None: at once.
         reason: Why it is pending, other than for a place.
     """
@@ -129,10 +123,6 @@ class LocalQueue:
 
     Methods raise `LocalQueueError` if the table cannot be read, or the launcher has ended or does
     not answer.
-
-    Args:
-        submission: The sweep's ``.hpc_elastic``.
-        timeout_s: Seconds within which the launcher carries out a request.
     """
 
     def __init__(self, submission: Submission, timeout_s: float = 10.0) -> None:
@@ -146,11 +136,7 @@ class LocalQueue:
         return {name: entry.to_state(name) for name, entry in entries if job_of(name) in wanted}
 
     def require_this_machine(self, tasks: Iterable[str]) -> None:
-        """Refuse tasks whose processes cannot be observed from here.
-
-        Raises:
-            RunDirectoryError: A task is a process on another machine.
-        """
+        """Raise RunDirectoryError if a task is a process on another machine."""
         entries = self._entries()
         for name in tasks:
             entry = entries.get(name)
@@ -170,10 +156,7 @@ class LocalQueue:
     def postpone(
         self, tasks: Sequence[str], delay_s: float, *, time_limit_s: float | None = None
     ) -> None:
-        """Let tasks that wait, or are being requeued, not start before `delay_s` from now.
-
-        It replaces the delay of an earlier call.
-        """
+        """Delay tasks that wait or are being requeued; it replaces the delay of an earlier call."""
         begin = time.monotonic() + delay_s
         self._request([{"do": "postpone", "task": task, "begin": begin} for task in tasks])
 
@@ -185,8 +168,7 @@ class LocalQueue:
     def cancel(self, tasks: Sequence[str], *, pending_only: bool = False) -> None:
         """Send SIGTERM to agents. The launcher starts no task of a run that has ended.
 
-        Raises:
-            RunDirectoryError: See `require_agents`; or a process belongs to another user.
+        Raises RunDirectoryError as `require_agents`, or if a process belongs to another user.
         """
         for process in () if pending_only else self.require_agents(tasks):
             _send_signal(process, signal.SIGTERM)
@@ -213,8 +195,7 @@ class LocalQueue:
     def require_agents(self, tasks: Iterable[str]) -> list[psutil.Process]:
         """Return the processes of tasks on this machine, which are their agents.
 
-        Raises:
-            RunDirectoryError: The table names a process that is no agent of this submission.
+        Raises RunDirectoryError if the table names a process that is no agent of this submission.
         """
         entries = self._entries()
         found = [(task, entries[task].process) for task in tasks if task in entries]
@@ -280,10 +261,7 @@ def find_process(pid: int | None, started: int | None) -> psutil.Process | None:
 
 
 def _command_line(process: psutil.Process) -> list[str]:
-    """Return the command line of a process; empty if it has ended, or has none.
-
-    It is empty for a moment while the process starts.
-    """
+    """Return a process's command line; empty if it has ended, and for a moment at its start."""
     import psutil
 
     for _ in range(_NUM_TRIES):

@@ -21,11 +21,7 @@ _NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
 
 
 def expand(hostlist: str) -> list[str]:
-    """Return the host names of a list, in its order; none for an empty one.
-
-    Raises:
-        ValueError: it is malformed, or too long to be meant.
-    """
+    """Return the host names of a list, in its order; ValueError if malformed or absurdly long."""
     if not hostlist:
         return []
     hosts: list[str] = []
@@ -124,8 +120,7 @@ def _runs(numbers: Iterable[str]) -> list[tuple[str, str]]:
 def expand_indices(indices: str) -> tuple[list[int], int | None]:
     """Return the array indices of ``1,3-5:2%4``, and the limit of tasks at a time (None: none).
 
-    Raises:
-        ValueError: it is malformed, or was cut short by squeue (``1-5,...``).
+    Raises ValueError if the text is malformed, or was cut short by squeue (``1-5,...``).
     """
     text, percent, limit = indices.strip("[]").partition("%")
     if percent and not limit.isdecimal():

@@ -68,17 +68,14 @@ class Partition:
     """A partition, as scontrol shows it.
 
     Attributes:
-        name: Its name.
         state: ``UP``, ``DOWN``, ``DRAIN`` or ``INACTIVE``.
         is_default: Whether jobs that name none come here.
         max_time_s: Longest wall time of a job; None without a limit.
         grace_s: Seconds between a preemption's SIGTERM and the end.
         preempt_mode: ``OFF``, ``REQUEUE``, ``CANCEL``, ``SUSPEND``, or several with commas.
-        num_nodes: Number of its nodes.
         max_nodes: The most nodes of one job; None without a limit.
         default_time_s: Wall time of a job that names none; None: `max_time_s`.
         allowed_qos: Names of the QOS of its jobs; None: all but those in `denied_qos`.
-        denied_qos: Names of QOS that its jobs may not have.
     """
 
     name: str
@@ -120,10 +117,8 @@ class Preemption:
 class JobIdentity:
     """What identifies a job or a job array to its user.
 
-    Attributes:
-        name: Its name.
-        script: Path of its batch script with arguments; ``(null)`` if sbatch read it from a pipe.
-        cwd: Its working directory.
+    ``script`` has the arguments of the batch script; it is ``(null)`` if sbatch read it from a
+    pipe.
     """
 
     name: str
@@ -137,7 +132,6 @@ class JobRecord:
 
     Attributes:
         tasks: Their names, as squeue prints them.
-        state: Slurm's word.
         excluded: The nodes that they avoid.
         partition: Where they run, or wait: a name, or several with commas.
         submitted: When they were submitted, or requeued last, as Slurm prints it.
@@ -161,10 +155,7 @@ class JobRecord:
 class NodeRecord:
     """One node, as ``scontrol show node`` prints it.
 
-    Attributes:
-        name: Its name.
-        partitions: Those that it is in.
-        last_busy: When a job began or ended on it last, as Slurm prints it.
+    ``last_busy`` is when a job began or ended on it last, as Slurm prints it.
     """
 
     name: str
@@ -174,13 +165,7 @@ class NodeRecord:
 
 @dataclass(frozen=True)
 class NodeKind:
-    """What nodes of one kind have.
-
-    Attributes:
-        gpus: GPUs by type; the type is empty where none is configured.
-        cpus: CPUs.
-        memory_mb: MiB of memory.
-    """
+    """What nodes of one kind have; ``gpus`` are by type, empty where none is configured."""
 
     gpus: Mapping[str, int] = field(default_factory=dict)
     cpus: int = 0
@@ -198,10 +183,8 @@ class QueuedJob:
             none.
         ends_at: The end of its time limit in Unix seconds; None if it has none.
         limit_s: Its time limit; None without a limit.
-        num_nodes: Number of its nodes.
         num_tasks: Number of waiting elements of an array in this line, each with `num_nodes`.
         partitions: Where it runs, or may run.
-        reason: Why it waits; empty for Slurm's None.
         job: The job id, of the array if it is one; empty for a reservation.
         priority: The scheduler tries jobs of a higher one first.
     """
@@ -234,8 +217,6 @@ class Qos:
     """A QOS of the accounting.
 
     Attributes:
-        name: Its name.
-        flags: Such as ``NoReserve``.
         preempt_mode: Such as ``requeue``; ``cluster`` is PreemptMode of slurm.conf.
         grace_s: Seconds between a preemption's SIGTERM and the end.
         preempts: Names of the QOS whose jobs its own may preempt.
@@ -322,12 +303,7 @@ def parse_partitions(output: str) -> list[Partition]:
 
 
 def selected(partitions: Iterable[Partition], wanted: str | None) -> list[Partition]:
-    """Return the partitions that sbatch would take: the named ones, or the default one.
-
-    Args:
-        partitions: All partitions.
-        wanted: Names of partitions with commas; None: the default one.
-    """
+    """Return the partitions that sbatch would take: those named, with commas, or the default."""
     names = set(wanted.split(",")) if wanted else set()
     return [p for p in partitions if p.name in names or (not names and p.is_default)]
 
@@ -337,13 +313,10 @@ def _allowed_qos(names: str) -> tuple[str, ...] | None:
 
 
 def parse_preemption(config: str, partitions: str, wanted: str | None) -> Preemption:
-    """Return what a task gets when it is preempted.
+    """Return what a task gets when it is preempted, from the output of ``scontrol show``.
 
-    Args:
-        config: What ``scontrol show config`` printed.
-        partitions: What ``scontrol -o show partition`` printed.
-        wanted: Names of partitions with commas; None is the default one. Of several, the one with
-            the least grace counts.
+    ``wanted`` are partitions with commas; None is the default one. Of several, the one with the
+    least grace counts.
     """
     chosen = selected(parse_partitions(partitions), wanted)
     kill_wait_s = parse_number(parse_config(config).get("KillWait", ""))
@@ -355,11 +328,7 @@ def parse_preemption(config: str, partitions: str, wanted: str | None) -> Preemp
 
 
 def parse_records(output: str) -> list[JobRecord]:
-    """Return the jobs in what ``scontrol -o show job`` printed.
-
-    Raises:
-        ValueError: A list of nodes or indices in it is malformed.
-    """
+    """Return the jobs in ``scontrol -o show job``'s output; ValueError if a list is malformed."""
     records: list[JobRecord] = []
     for row in _rows_with("JobId", output):
         array, indices = row.get("ArrayJobId"), row.get("ArrayTaskId", "")
@@ -452,7 +421,7 @@ def _node_state(output: str) -> tuple[str, set[str]]:
 def parse_is_up(output: str) -> bool:
     """Return whether a node is up, by what ``scontrol show node`` printed.
 
-    A drained one is, and so is one of a state that a later Slurm may add.
+    A drained node is up, and so is one of a state that a later Slurm may add.
     """
     return _node_state(output)[1].isdisjoint(_NOT_UP)
 
@@ -465,8 +434,7 @@ def parse_is_off(output: str) -> bool:
 def parse_out_of_service(output: str) -> str:
     """Return why a node gets no new jobs, by what ``scontrol show node`` printed; empty: it does.
 
-    Returns:
-        Slurm's words, such as ``IDLE+DRAIN: maintenance [root@2030-01-31T12:00:00]``.
+    These are Slurm's words, such as ``IDLE+DRAIN: maintenance [root@2030-01-31T12:00:00]``.
     """
     state, words = _node_state(output)
     if words.isdisjoint(_NOT_UP | _NO_NEW_JOBS):
@@ -516,12 +484,9 @@ def _gpus(gres: str) -> dict[str, int]:
 
 
 def parse_time_left(text: str) -> float | None:
-    """Return the seconds in squeue's TimeLeft, such as ``1-02:03:04`` or ``2:03``.
+    """Return the seconds in squeue's TimeLeft or scontrol's MaxTime, such as ``1-02:03:04``.
 
-    scontrol's MaxTime is of the same form.
-
-    Returns:
-        None for UNLIMITED, NOT_SET, INVALID (the limit has passed), and whatever else is no time.
+    None for UNLIMITED, NOT_SET, INVALID (the limit has passed), and whatever else is no time.
     """
     m = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", text.strip(), re.ASCII)
     if m is None:
@@ -546,14 +511,9 @@ def parse_squeue(output: str, now: float | None = None) -> dict[str, TaskState]:
     With ``-r`` each element has a line of its own, as far as `lists_all`. Without it the pending
     elements of an array are one line, which is taken apart here: one that was requeued, and may not
     start yet, is in it with the restarts of the others and the reasons of both. An array whose last
-    pending elements were cancelled leaves a line without an index, which is no task.
-
-    Args:
-        output: What squeue printed.
-        now: Seconds since the epoch, to compute how far a start lies ahead; None leaves that open.
-
-    Raises:
-        ValueError: A line is not of that format.
+    pending elements were cancelled leaves a line without an index, which is no task. With ``now``
+    (Unix seconds) each has how far its start lies ahead. Raises ValueError if a line is not of that
+    format.
     """
     lines = list(_lines(output))
     arrays = {array_job for array_job, index, *_ in lines if index != _NO_ARRAY}
@@ -579,11 +539,7 @@ def parse_squeue(output: str, now: float | None = None) -> dict[str, TaskState]:
 
 
 def parse_queue(output: str) -> list[QueuedJob]:
-    """Return the jobs in what ``squeue -h -O QUEUE_FORMAT`` printed.
-
-    Raises:
-        ValueError: A line is not of that format.
-    """
+    """Return the jobs in ``squeue -h -O QUEUE_FORMAT``'s output; ValueError for another format."""
     jobs: list[QueuedJob] = []
     for line in _rows(r"\s*[A-Z_]+\s*\|", output):
         fields = [part.strip() for part in line.split("|", len(QUEUE_FIELDS) - 1)]
@@ -616,8 +572,7 @@ def parse_queue(output: str) -> list[QueuedJob]:
 def parse_job_id(output: str) -> str | None:
     """Return the only job id in what ``sbatch --parsable`` printed; None if it is not one.
 
-    The name of a cluster may follow. A wrapper may print the sentence of an sbatch without the
-    option.
+    The name of a cluster may follow. A wrapper may print sbatch's usual sentence instead.
     """
     line = r"^\s*(?:Submitted batch job )?(\d+)(?:;\S*| on cluster \S+)?\s*$"
     found = set(re.findall(line, output, re.MULTILINE))

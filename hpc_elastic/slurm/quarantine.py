@@ -84,7 +84,7 @@ def _known_excluded(run: RunDir) -> Mapping[str, Exclusion]:
 def remember_excluded(run: RunDir, hosts: Iterable[str], why: str, until: float) -> None:
     """Record nodes that the run's tasks are to avoid until a time.
 
-    The leader does so, and every agent whose node fails its checks: so the file is read again, in
+    The leader calls this, and every agent whose node fails its checks. The file is read again, in
     case another one has written it at the same moment.
     """
     new = dict.fromkeys(hosts, Exclusion(why, until))
@@ -120,9 +120,7 @@ def avoided_nodes(run: RunDir, task: str) -> tuple[list[str], list[str]]:
 def quarantine_node(run: RunDir, task: str, node: str, client: SlurmClient) -> None:
     """Let a task that waits avoid its last node for now.
 
-    Raises:
-        SlurmCommandError: Slurm does not answer; the task may start there.
-        OSError: The run's directory cannot be written; likewise.
+    After a SlurmCommandError or OSError the task may start there.
     """
     name = queue_name(task)
     if node in (client.excluded(name) or ()) and node not in excluded(run):
@@ -136,7 +134,7 @@ def quarantine_node(run: RunDir, task: str, node: str, client: SlurmClient) -> N
 def lift_own_quarantine(run: RunDir, task: str, node: str, client: SlurmClient) -> None:
     """Let this task, which ends here now and has been requeued meanwhile, come here again.
 
-    For its agent, once it has set the start of the next attempt (`requeue_or_exit`).
+    Its agent calls this after it has set the start of the next attempt (`requeue_or_exit`).
     """
     file = run.avoided / f"{queue_name(task)}@{node}"
     try:
@@ -147,20 +145,11 @@ def lift_own_quarantine(run: RunDir, task: str, node: str, client: SlurmClient) 
 
 
 def lift_quarantine(run: RunDir, tasks: Iterable[str], client: SlurmClient, now: float) -> None:
-    """Let tasks start on the nodes that they avoid for now, where these are rid of them (leader).
+    """Let tasks start again on the nodes that they avoid, where no earlier attempt can be alive.
 
-    To be called again and again: the time that a node has been up counts from the first call, of
-    any leader, that finds it so.
-
-    Args:
-        run: The run.
-        tasks: Those of its tasks that are gone; others are handled when they are.
-        client: Runs Slurm's commands, about nodes that one of these tasks avoids.
-        now: Unix time. The next leader's clock may differ by seconds, which do not matter here.
-
-    Raises:
-        SlurmCommandError: Slurm does not answer; to be tried again.
-        OSError: The run's directory cannot be read or written; likewise.
+    The leader calls this repeatedly, with the run's tasks that are gone. The time that a node has
+    been up counts from the first call, of any leader, that finds it so; clocks that differ by
+    seconds do not matter. After a SlurmCommandError or OSError call it again.
     """
     gone = set(map(queue_name, tasks))
     try:

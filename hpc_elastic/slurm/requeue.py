@@ -88,13 +88,10 @@ class TaskQueue(Protocol):
 def predict_exit_action(
     task: str, client: TaskQueue, *, attempt: int | None = None, reason: Reason = Reason.SIGNAL
 ) -> ExitAction | None:
-    """Return how this task would exit now, and do nothing (its agent, after a notice).
+    """Return how this task would exit now, as `requeue_or_exit`, and do nothing.
 
-    The arguments are those of `requeue_or_exit`.
-
-    Returns:
-        EXIT: it was cancelled, there is nothing to wait for; STAY: the notice means nothing;
-        others: it comes back. None if unknown: Slurm does not answer.
+    EXIT: it was cancelled, there is nothing to wait for; STAY: the notice means nothing; others: it
+    comes back. None if unknown: Slurm does not answer.
     """
     try:
         return decide(_facts(task, client, attempt, reason, None))
@@ -116,22 +113,15 @@ def requeue_or_exit(
 
     The task may end at once after that, and should within seconds. Where Slurm, or the run's
     directory, does not answer, that is tried again for about a minute; then this call waits until
-    Slurm has killed the task: one that was preempted it requeues by itself.
-    From here on the process ignores SIGTERM (if this is its main thread).
+    Slurm has killed the task: one that was preempted it requeues by itself. From here on the
+    process ignores SIGTERM (if this is its main thread).
 
-    Args:
-        task: The task this process is: ``<array job id>_<index>``, a job id, or
-            ``<job id>.<node id>``.
-        client: The queue.
-        attempt: The attempt of the task that this process is, None if unknown.
-        reason: Why it exits.
-        run: Its run: whether that has ended, which nodes it avoids, and where another task is
-            submitted in place of one that Slurm will not requeue. None: none of that is done.
-        note: Receives the facts before anything is done.
+    ``run`` shows whether it has ended and which nodes it avoids, and there another task is
+    submitted in place of one that Slurm will not requeue; with None all that is left out. ``note``
+    receives the facts before anything is done.
 
-    Returns:
-        REQUEUE, REQUEUED and REPLACE: the node comes back; EXIT: it does not; STAY: Slurm could
-        not be reached, or the task is only suspended.
+    REQUEUE, REQUEUED and REPLACE: the node comes back; EXIT: it does not; STAY: Slurm could not be
+    reached, or the task is only suspended.
     """
     delay_s = RETURN_DELAY_S
     with _deaf_to_sigterm(for_good=True):
@@ -158,14 +148,9 @@ def requeue_after(
     longer, Slurm's two minutes follow. From here on the process ignores SIGTERM (if this is its
     main thread), unless this call fails.
 
-    Returns:
-        EXIT if the task was cancelled in the meantime, or its run has ended; else it comes back.
-
-    Raises:
-        SlurmCommandError: Slurm cannot be reached or refuses; the task still has its node. A
-            SIGTERM that came during the call is lost.
-        LocalQueueError: The local launcher does not answer; likewise.
-        OSError: The run's directory cannot be read; likewise.
+    Returns EXIT if the task was cancelled in the meantime, or its run has ended; else it comes
+    back. After a SlurmCommandError, LocalQueueError or OSError the task still has its node, and a
+    SIGTERM that came during the call is lost.
     """
     delay_s = max(delay_s, RETURN_DELAY_S)
     with _deaf_to_sigterm():
@@ -268,10 +253,7 @@ def _carry_out(
 
 
 def _full_limit_s(run: RunDir | None, task: str) -> float | None:
-    """Return the limit that a task gets again; None if no limit of the run was changed.
-
-    A task keeps the short limit with which it filled a hole (`time_slots`).
-    """
+    """Return the limit that a task gets again after a fitted one (`site.limits`), else None."""
     try:
         return None if run is None else limit_of(run.load(), task)
     except RunDirectoryError:

@@ -41,9 +41,7 @@ _log = logging.getLogger(__name__)
 class TaskPlace:
     """What a job stands for: one element of an array, or a co-allocated job.
 
-    Attributes:
-        array: The array's number k in the sweep.
-        index: The index of the element; None for a co-allocated job.
+    ``array`` is the array's number k in the sweep; ``index`` is None for a co-allocated job.
     """
 
     array: int
@@ -158,13 +156,8 @@ def list_followed(
 ) -> dict[str, TaskState]:
     """Return the tasks of submissions by their first names, each replaced one as its replacement.
 
-    Args:
-        client: Runs Slurm's commands; one call of squeue.
-        submissions: The submissions.
-        job_ids: The job ids of their arrays and co-allocated jobs, as they were at first.
-
-    Raises:
-        SlurmCommandError: Slurm does not answer.
+    ``job_ids`` are the arrays and co-allocated jobs as they were at first. One call of squeue.
+    Raises SlurmCommandError if Slurm does not answer.
     """
     now = followed(submissions)
     listed = client.tasks([*job_ids, *map(job_of, now.values())])
@@ -176,18 +169,9 @@ def list_followed(
 def resubmit(run: RunDir, task: str, client: SlurmClient) -> str | None:
     """Submit another task in place of one that does not come back; once, for all peers.
 
-    Args:
-        run: The task's run.
-        task: The task: its agent's name, or squeue's.
-        client: Runs Slurm's commands.
-
-    Returns:
-        squeue's name of the task in its place, by whichever peer; None if the run has ended, or
-        the task has no part in it.
-
-    Raises:
-        SlurmCommandError: sbatch failed or refused.
-        OSError: The record could not be written.
+    ``task`` is the agent's name or squeue's. Returns squeue's name of the task in its place, by
+    whichever peer; None if the run has ended, or the task has no part in it. Raises
+    SlurmCommandError if sbatch failed or refused, and OSError if the record could not be written.
     """
     spec = run.load()
     found = _find(spec, task)

@@ -52,12 +52,8 @@ def task_queue(
 ) -> TaskQueue:
     """Return the queue that holds the tasks of a run.
 
-    Args:
-        spec: The run.
-        run: The directory of the run, if `task` may leave its node together with all other tasks:
-            their requests are combined then.
-        task: The name of this agent's task.
-        attempt: Number of its requeues.
+    With ``run``, the requests of ``task`` are combined with those of tasks that leave their nodes
+    at the same time; ``attempt`` is the number of its requeues.
     """
     queue = _own_queue(spec)
     if run is None or spec.settings.nodes.max < FEWEST or isinstance(queue, LocalQueue):
@@ -75,11 +71,6 @@ class Scheduler:
 
     Unless stated otherwise, methods raise `SlurmError` or `LocalQueueError` if the queue does not
     answer or refuses, and `OSError` if the files of the submission cannot be read.
-
-    Args:
-        run: The run directory.
-        spec: The run as it was submitted.
-        queue: The queue of its tasks; None: that of the run's launcher.
     """
 
     def __init__(
@@ -120,10 +111,8 @@ class Scheduler:
         """Return the tasks that have not ended, and those that they replaced, by queue name.
 
         A co-allocated job is one task. Slurm is queried for each job alone: for several jobs it
-        lists those of the caller only, and root may cancel runs of other users.
-
-        Raises:
-            RunDirectoryError: A task is a process on another machine.
+        lists those of the caller only, and root may cancel runs of other users. Raises
+        RunDirectoryError if a task is a process on another machine.
         """
         jobs = run_tasks.all_jobs(self._spec)
         names = [place.queue_name(job) for place, ids in jobs.items() for job in ids]
@@ -141,13 +130,8 @@ class Scheduler:
         """Refuse tasks that are none of this run, although its files name them.
 
         A job runs the batch script of its array, or a copy that the user has submitted by hand. A
-        local process has the command line of its task.
-
-        Args:
-            tasks: Names as in `list_live_tasks`. Those that have ended are passed over.
-
-        Raises:
-            RunDirectoryError: Names the job or the process.
+        local process has the command line of its task. Tasks that have ended are passed over.
+        Raises RunDirectoryError, which names the job or the process.
         """
         if isinstance(self._queue, LocalQueue):
             self._queue.require_agents(tasks)
@@ -171,10 +155,8 @@ class Scheduler:
         """End tasks for good: SIGTERM, so that they can save. Pending tasks never start.
 
         Tasks whose processes are being ended are left alone. Slurm sends SIGKILL after KillWait;
-        local processes need `kill_task`.
-
-        Raises:
-            RunDirectoryError: The processes belong to another user.
+        local processes need `kill_task`. Raises RunDirectoryError if the processes belong to
+        another user.
         """
         self._queue.cancel([task.task for task in tasks if task.phase is not Phase.COMPLETING])
 
@@ -185,8 +167,7 @@ class Scheduler:
     def kill_task(self, task: str) -> None:
         """Send SIGKILL to the processes of a task. It may be requeued.
 
-        Raises:
-            RunDirectoryError: See `require_killable`; or the processes belong to another user.
+        Raises RunDirectoryError as `require_killable`, or if the processes belong to another user.
         """
         require_killable(task)
         if isinstance(self._queue, LocalQueue):
@@ -212,18 +193,13 @@ class Scheduler:
 
         A task that Slurm holds is released. A task that has ended is requeued, or replaced by a new
         one if Slurm refuses. A task that runs, is being ended or was cancelled is left alone; call
-        again later. A failure for one task does not keep the others from restarting.
+        again later. A failure for one task does not keep the others from restarting: the first
+        SlurmError, LocalQueueError or OSError (a replacement could not be recorded) is raised at
+        the end.
 
-        Args:
-            tasks: Names as in `list_tasks`; unknown names are ignored.
-            possibly_alive: Task -> node on which its last attempt may still run, because its end
-                was not observed. The task avoids this node (`requeue`), unless Slurm has observed
-                the end.
-            failed_on: Task -> nodes on which it failed before it joined. It avoids them.
-
-        Raises:
-            SlurmError, LocalQueueError: Some tasks were not restarted.
-            OSError: A replacement could not be recorded.
+        ``possibly_alive`` has the node on which a task's last attempt may still run, because its
+        end was not observed. The task avoids this node (`requeue`), unless Slurm has observed the
+        end. ``failed_on`` are nodes on which it failed before it joined: it avoids them.
         """
         listed = self._list_jobs()
         own = set(current_names(self._spec))
@@ -293,14 +269,10 @@ class Scheduler:
             quarantine.lift_quarantine(self._run, tasks, self._queue, time.time())
 
     def exclude_nodes(self, hosts: Iterable[str], why: str, until: float) -> None:
-        """Let no task of the run start on these nodes until a time.
+        """Let no task of the run start on these nodes until a time, in Unix seconds.
 
-        The exclusion is recorded first, for tasks that are requeued in the meantime.
-
-        Args:
-            hosts: Names of nodes.
-            why: The reason, for people.
-            until: Unix seconds; the next `end_exclusions` after it ends the exclusion.
+        The exclusion is recorded first, for tasks that are requeued in the meantime. The next
+        `end_exclusions` after that time ends it.
         """
         quarantine.remember_excluded(self._run, hosts, why, until)
         tasks = self.list_tasks().items()
@@ -359,11 +331,7 @@ def _runs_array(job: JobIdentity, files: ArrayFiles) -> bool:
 
 
 def require_killable(task: str) -> None:
-    """Refuse a node of a co-allocated job.
-
-    Raises:
-        RunDirectoryError: Slurm kills the nodes of a co-allocated job together only.
-    """
+    """Raise RunDirectoryError for a node of a co-allocated job: Slurm kills them together only."""
     if "." in task:
         remedy = "preempt it, which the others survive, or end the run with hpc-elastic cancel"
         raise RunDirectoryError(
@@ -379,7 +347,6 @@ class QueueSnapshot:
     """The tasks of some runs at one moment.
 
     Attributes:
-        listed: State of each task, by queue name.
         slurm_error: Why Slurm did not answer; None if it did, or was not queried.
         unreadable: Submission folder -> why its tasks are unknown: its files are unreadable, or
             were moved.
@@ -465,8 +432,7 @@ class JobNodes:
 def record_job_nodes(files: ArrayFiles, slurm: SlurmEnvironment) -> None:
     """Record the nodes of the job (its first agents, when they start).
 
-    Raises:
-        SlurmEnvironmentError: The node list of the step is malformed.
+    Raises SlurmEnvironmentError if the node list of the step is malformed.
     """
     nodes = JobNodes(slurm.restart_count, tuple(slurm.hosts))
     if slurm.node_id < NUM_RECORDERS and read_job_nodes(files) != nodes:
@@ -485,9 +451,7 @@ def read_job_nodes(files: ArrayFiles) -> JobNodes | None:
 def run_states(spec: RunSpec, listed: Mapping[str, TaskState]) -> dict[str, TaskState]:
     """Return the states of a run's tasks by agent; those of a co-allocated job by node.
 
-    Args:
-        spec: The run.
-        listed: What the queue lists, by queue name; also of other runs.
+    ``listed`` is by queue name, and may have other runs' tasks.
     """
     jobs: dict[str, JobNodes] = {}
     is_one_job = spec.settings.num_coallocated > 0
@@ -505,15 +469,9 @@ def states_of(
     listed: Mapping[str, TaskState],
     jobs: Mapping[str, JobNodes] | None = None,
 ) -> dict[str, TaskState]:
-    """Return the states of tasks in the queue's list, where a co-allocated job is one line (pure).
+    """Return the listed states of agents' tasks, where a co-allocated job is one line (pure).
 
-    Args:
-        tasks: Names of agents' tasks.
-        listed: What the queue lists, by queue name.
-        jobs: The recorded nodes of co-allocated jobs, by job id.
-
-    Returns:
-        State of each task that the queue lists, in the order given.
+    ``jobs`` are the recorded nodes of co-allocated jobs, by job id.
     """
     states: dict[str, TaskState] = {}
     split: dict[str, Sequence[TaskState]] = {}
@@ -559,15 +517,8 @@ def cancel_if_orphaned(
 
     The script counts as lost if the agent beside it does not end in time: Slurm reports the node
     after minutes only. If that agent alone was killed, the job has nothing left to do either.
-
-    Args:
-        task: The caller's task.
-        first_logs: Log folder of the job's first task in this attempt.
-        client: Runs Slurm's commands.
-        wait_s: Seconds after which the other agents of the run have ended.
-
-    Returns:
-        Whether the job was cancelled.
+    ``first_logs`` is the log folder of the job's first task in this attempt; ``wait_s`` are the
+    seconds after which the other agents have ended. Returns whether the job was cancelled.
     """
     deadline = time.monotonic() + wait_s
     while not is_there(first_logs / "ended"):

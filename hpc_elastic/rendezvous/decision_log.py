@@ -44,7 +44,7 @@ class DecisionLog:
         object.__setattr__(self, "_removal", RemovalWatch(self.path))
 
     def is_removed(self) -> bool:
-        """Return whether the log's folder was removed for good; call it if that is unreadable."""
+        """Return whether the log's folder was removed for good; only for an unreadable log."""
         return self._removal.is_removed(time.monotonic())
 
     def last_index(self) -> int:
@@ -62,9 +62,8 @@ class DecisionLog:
     def create(self, entry: LogEntry) -> bool:
         """Create an entry; return False if its index is taken.
 
-        Raises:
-            RunDirectoryError: The file system has no hard links, or is not writable.
-            OSError: A temporary error; the caller may try the entry again.
+        Raises RunDirectoryError if the file system has no hard links, or is not writable. After
+        another OSError the caller may try the entry again.
         """
         try:
             return carried_out(LogSteps(self).create(entry))
@@ -138,11 +137,7 @@ class Lease:
         self._lock = threading.Lock()
 
     def renew(self) -> None:
-        """Raise the counter of the lease.
-
-        Raises:
-            OSError: The file system does not answer.
-        """
+        """Raise the counter of the lease; OSError if the file system does not answer."""
         self._beats += 1
         text = f"{self._term}|{self._beats:012d}"
         content = f"{text}|{sign(self._secret, f'lease|{text}')}".encode()

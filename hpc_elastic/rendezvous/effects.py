@@ -106,7 +106,6 @@ class Announce:
     """Send each member its place in the round that an entry has closed.
 
     Attributes:
-        entry: The entry.
         requests: The agents that are sent a place, each with the request that this answers: an
             agent may have joined again since the decision, and request another round.
         replicas: The replicas that they form, by number (`replica_state`); None: all members of the

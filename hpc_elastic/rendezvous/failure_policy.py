@@ -204,14 +204,9 @@ class FailurePolicy:
         return bool(self.failures or self._silent)
 
     def judge(self, number: int, hosts: Collection[str]) -> tuple[list[Effect], RunEnding | None]:
-        """Judge a round.
+        """Judge a round; return the effects, and the end of the run if it does not go on.
 
-        Args:
-            number: The number of the round.
-            hosts: Those of the run: of members and of nodes that wait.
-
-        Returns:
-            The effects, and the end of the run; None if the run goes on.
+        ``hosts`` are those of members and of nodes that wait.
         """
         silent, self._silent = self._silent, set()
         failures, self.failures = self.failures, []
@@ -256,13 +251,7 @@ class FailurePolicy:
     def judge_loss(
         self, agent: Agent, last: int, hosts: Collection[str]
     ) -> tuple[list[Effect], RunEnding | None]:
-        """Judge the last loss of a task whose next agent joins.
-
-        Args:
-            agent: The agent.
-            last: The attempt that was lost.
-            hosts: Those of the run.
-        """
+        """Judge the last loss of a task, the attempt ``last``, whose next agent joins."""
         lost = self.gone.pop(agent.task, None)
         if lost is None or agent.attempt <= last:
             return [], None
@@ -284,12 +273,7 @@ class FailurePolicy:
         return [*effects, self._restart(lost.round, failure)], None
 
     def start_failed(self, start: FailedStart, num_hosts: int) -> list[Effect]:
-        """Judge an attempt of a task that ended before its agent joined.
-
-        Args:
-            start: The attempt.
-            num_hosts: The number of hosts of the run.
-        """
+        """Judge an attempt of a task that ended before its agent joined."""
         state = start.state
         note = {
             "task": state.task, "host": state.node, "state": state.state, "reason": state.reason,
@@ -429,10 +413,7 @@ class Stragglers:
     def record_loads(self, agent: Agent, loads: Sequence[Any], round_: int) -> list[Effect]:
         """Record the loads of an agent's ranks; return the events of new and former stragglers.
 
-        Args:
-            agent: A member of the present round.
-            loads: The number of its window, and (rank, load, step) of each rank; seconds.
-            round_: The number of the round.
+        ``loads`` are the number of its window, and (rank, load in seconds, step) of each rank.
         """
         if round_ != self._round:
             self._round, self._seen, self._ranks = round_, {}, {}

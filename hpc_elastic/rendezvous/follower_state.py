@@ -70,9 +70,6 @@ class FollowerState:
     """One agent's state: its leader, its round and its notice.
 
     Args:
-        me: The agent.
-        liveness: The heartbeat settings of the run.
-        now: The time.
         stays: Whether the agent's workers continue without a leader.
         generation: The run's generation when this agent's task was submitted.
     """
@@ -126,8 +123,7 @@ class FollowerState:
     def join(self, store: tuple[str, int] = ("", 0)) -> list[Effect]:
         """Request a place in the next round; the agent's workers have ended.
 
-        Args:
-            store: Address and port of a fresh store, for a replica whose first node this is.
+        ``store`` is the address and port of a fresh store, for a replica whose first node this is.
         """
         self.joining, self._store, self._waits_since = True, store, self._ticked
         return self._request_place(0.0)
@@ -199,14 +195,7 @@ class FollowerState:
     def log_read(
         self, number: int, entry: LogEntry | None, lease: int | None, now: float
     ) -> list[Effect]:
-        """The log was read.
-
-        Args:
-            number: Index of the last entry.
-            entry: The newest entry that verifies; None if there is none.
-            lease: The lease of that entry's term.
-            now: The time.
-        """
+        """The log was read: its last index, the newest entry that verifies, its term's lease."""
         self._reading = False
         self._record_answer(now)
         if self._over or self._claiming:

@@ -176,11 +176,7 @@ class GroupChange:
     def announced(self, agent: Agent, step: int, paused: int, now: float) -> None:
         """All workers of a member have announced the checkpoint of a step.
 
-        Args:
-            agent: The member.
-            step: Optimizer steps done.
-            paused: The number of the request for which some of them stay there; 0 if none stays.
-            now: The time.
+        ``paused`` is the number of the request for which some of them stay there; 0 if none stays.
         """
         stays = self._pause is not None and paused == self._pause.number
         self.barrier.announce(agent, step, stays, now)
@@ -229,10 +225,7 @@ class GroupChange:
     def consider(self, waiting: JoinCandidates, now: float, *, finishing: bool) -> ChangeDecision:
         """Decide whether to go on, to prepare a change, or to break the round.
 
-        Args:
-            waiting: The nodes that wait.
-            now: The time.
-            finishing: Whether a member is done, so that no agreement is possible any more.
+        Once a member is done (``finishing``), no agreement on a step is possible any more.
         """
         effects, admits = self._weigh_candidates(waiting)
         if admits and self.rules.scale_up == "immediate":
@@ -410,10 +403,7 @@ def should_scale_up(
 ) -> ScaleUpDecision:
     """Decide how many of the waiting nodes are worth a restart.
 
-    Args:
-        members: Nodes that train now, at least 1.
-        newcomers_time_left_s: The wall time left of each waiting node; None if it has no limit.
-        outlook: The expected rest of the run.
+    ``newcomers_time_left_s`` is None for a node without a time limit.
     """
     cost = outlook.restart_cost_s
     if cost is None:
@@ -445,8 +435,7 @@ MEASURED_STEPS = 20
 class ProgressEstimator:
     """Forecast of the run from the progress of its workers; monotonic seconds of the leader.
 
-    Args:
-        step_times: Seconds of a step by number of nodes, as an earlier leader has measured them.
+    ``step_times`` (by number of nodes) are those that an earlier leader has measured.
     """
 
     def __init__(self, step_times: Mapping[int, float] = MappingProxyType({})) -> None:
@@ -550,13 +539,7 @@ class GrowthLimit:
         self._nodes = 0
 
     def weigh(self, nodes: int, step_times: Mapping[int, float], now: float) -> list[Effect]:
-        """Hold the pending tasks, or let them start, if that is to change.
-
-        Args:
-            nodes: Number of nodes that the run has.
-            step_times: Its seconds of a step by number of nodes.
-            now: The time.
-        """
+        """Hold the pending tasks of a run of ``nodes``, or let them start, if that is to change."""
         if nodes == self._nodes and now - self._weighed_at < _WEIGH_EVERY_S:
             return []
         self._nodes, self._weighed_at = nodes, now

@@ -62,12 +62,7 @@ class HangFinding:
 
 
 def diagnose_hang(found: Sequence[_RankOfAgent], stall: Stall) -> HangFinding | None:
-    """Return the ranks to blame; None if the group is not hung.
-
-    Args:
-        found: Every rank of the group.
-        stall: The report that led to this.
-    """
+    """Return the ranks to blame; None if the group is not hung."""
     if stall.assumed and not any(state.waits_in for _, state in found):
         return None
     lost = tuple(f for f in found if f[1].state in _OUT_OF_REACH)
@@ -88,7 +83,7 @@ def diagnose_hang(found: Sequence[_RankOfAgent], stall: Stall) -> HangFinding | 
 def _absent(found: Sequence[_RankOfAgent]) -> tuple[_RankOfAgent, ...]:
     """Return the ranks that have not enqueued a collective in which others wait.
 
-    Those among them that wait for none themselves, if there are any.
+    If some of them wait for none themselves, only those are returned.
     """
     newest: dict[str, int] = {}
     for _, state in found:
@@ -121,13 +116,7 @@ def _describe_places(found: Iterable[_RankOfAgent]) -> str:
 
 
 def hang_failures(finding: HangFinding, stalled_s: float, round_: int) -> list[Failure]:
-    """Return the ranks to blame as failed workers.
-
-    Args:
-        finding: The diagnosis.
-        stalled_s: Seconds without a step.
-        round_: The number of the round.
-    """
+    """Return the ranks to blame as failed workers, after ``stalled_s`` without a step."""
     failures = []
     for agent, state in finding.blamed[:_MAX_NAMED]:
         message = f"no step for {stalled_s:.0f} s: "

@@ -74,10 +74,7 @@ _NODES_PER_STATUS_S = 500
 class Leader:
     """Leads one term, from its claim until `stop`, a newer term, or the end of the run.
 
-    Args:
-        context: The dependencies.
-        claim: The log entry that began the term.
-        listener: The socket that agents connect to.
+    ``claim`` is the log entry that began the term; agents connect to ``listener``.
     """
 
     def __init__(self, context: LeaderContext, claim: LogEntry, listener: Listener) -> None:
@@ -309,7 +306,7 @@ class Leader:
     def _start_slurm_call(
         self, without: str, call: Callable[..., None], *arguments: object
     ) -> asyncio.Task[None]:
-        """Start a call of the scheduler; ``without``: what its failure means."""
+        """Start a call of the scheduler; ``without``: the effect of its failure."""
         work = partial(self._calls.answer, without, partial(call, *arguments))
         return self._start(self._call_if_leading(work), self._clean_up)
 

@@ -87,10 +87,7 @@ class LeaderState:
     """One leader in one term.
 
     Attributes:
-        rounds: The rules of the run: its nodes train as one group, or as replicas.
-        run: The state of the run that these rules use.
         at: The last entry of this term that is appended; the next decision is the one after it.
-        fenced: Whether another agent leads.
         progress: The last report of each member's workers.
         last_step: The step in the newest report; None before one.
     """
@@ -261,9 +258,7 @@ class LeaderState:
         """Let agents leave, without a deadline, whose nodes are drained: they get no new jobs.
 
         At least min nodes of the members stay: a drained node goes on with the job that it has.
-
-        Args:
-            states: The drained hosts, with Slurm's states of them.
+        ``states`` are Slurm's, by host.
         """
         effects: list[Effect] = []
         members, rules = self.run.ranks.members, self.run.rules
@@ -639,13 +634,9 @@ class LeaveRequests:
     ) -> tuple[list[tuple[Agent, float]], list[str], list[str]]:
         """Match the notices with the connected agents.
 
-        Args:
-            claimed: Notices that the leader has, by task, host or ``all``; and the seconds left.
-            connected: Connected agents.
-
-        Returns:
-            The agents to send a notice to, each with the seconds left; the notices to remove
-            because they are confirmed; and those to remove because they match no agent.
+        ``claimed`` has the seconds left by task, host or ``all``. Returns the agents to send a
+        notice to, each with the seconds left; the notices to remove because they are confirmed; and
+        those to remove because they match no agent.
         """
         self._notices = {name: self._notices.get(name, _Notice()) for name in claimed}
         to_send: list[tuple[Agent, float]] = []

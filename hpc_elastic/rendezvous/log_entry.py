@@ -182,14 +182,8 @@ def claim(
     """Return the entry that makes an agent the leader of the next term.
 
     It marks the leader before as lost, so that no round waits for it until it joins again.
-
-    Args:
-        index: The entry's index.
-        before: The newest entry that verifies; None if there is none. Those in between are
-            damaged, and may each have begun a term.
-        leader: The agent that claims the term.
-        now: Unix time.
-        possibly_alive: Whether the end of the leader before was not observed.
+    ``before`` is the newest entry that verifies; those in between are damaged, and may each have
+    begun a term. ``possibly_alive``: the end of the leader before was not observed.
     """
     if before is None:
         return LogEntry(index=index, term=index, leader=leader, started=now, claimed=now)
@@ -212,9 +206,7 @@ def claim(
 def has_no_leader(index: int, entry: LogEntry | None) -> bool:
     """Return whether no agent has led since the run was submitted, or resumed.
 
-    Args:
-        index: Of the last entry.
-        entry: The newest one that verifies.
+    ``index`` is that of the last entry; ``entry`` the newest one that verifies.
     """
     return index == 0 or (entry is not None and entry.index == index and entry.is_vacant)
 
@@ -222,12 +214,8 @@ def has_no_leader(index: int, entry: LogEntry | None) -> bool:
 def resume_entry(index: int, before: LogEntry | None, generation: int) -> LogEntry:
     """Return the entry that resumes a run that has stopped (login node).
 
-    The count of rounds continues; restarts and losses start from none.
-
-    Args:
-        index: The entry's index.
-        before: The newest entry that verifies; None if there is none.
-        generation: The new one.
+    The count of rounds continues; restarts and losses start from none. ``before`` is the newest
+    entry that verifies.
     """
     if before is None:
         return LogEntry(index=index, term=index, leader=NOBODY, generation=generation)
@@ -266,11 +254,7 @@ def decode_signed(text: str, secret: bytes) -> LogEntry | None:
 
 
 def of_known(kind: type[T], raw: Mapping[str, Any]) -> T:
-    """Return a dataclass of the fields that this version knows.
-
-    Raises:
-        TypeError: A field without a default is missing.
-    """
+    """Return a dataclass of the fields that this version knows; TypeError if one is missing."""
     names = kind.__dataclass_fields__  # type: ignore[attr-defined]
     return kind(**{name: value for name, value in raw.items() if name in names})
 
@@ -317,29 +301,17 @@ class LogFiles(Protocol):
 
 
 class LogSteps:
-    """The procedures on the entries of one run.
-
-    Args:
-        files: The run's files.
-    """
+    """The procedures on the entries of one run; OSError if the file system does not answer."""
 
     def __init__(self, files: LogFiles) -> None:
         self._files = files
 
     def last_index(self) -> Steps[int]:
-        """Return the index of the last entry; 0 if there is none.
-
-        Raises:
-            OSError: the file system does not answer.
-        """
+        """Return the index of the last entry; 0 if there is none."""
         return max((yield self._files.indices), default=0)
 
     def last(self) -> Steps[tuple[int, LogEntry | None]]:
-        """Return the index of the last entry, and the newest entry that verifies.
-
-        Raises:
-            OSError: the file system does not answer.
-        """
+        """Return the index of the last entry, and the newest entry that verifies."""
         last = yield from self.last_index()
         for index in range(last, 0, -1):
             entry: LogEntry | None = yield partial(self._files.read, index)
@@ -348,22 +320,14 @@ class LogSteps:
         return last, None
 
     def last_with_lease(self) -> Steps[tuple[int, LogEntry | None, int | None]]:
-        """Return the same, and the lease of that entry's term.
-
-        Raises:
-            OSError: the file system does not answer.
-        """
+        """Return the same as `last`, and the lease of that entry's term."""
         index, entry = yield from self.last()
         if entry is None:
             return index, None, None
         return index, entry, (yield partial(self._files.lease, entry.term))
 
     def create(self, entry: LogEntry) -> Steps[bool]:
-        """Create an entry; False if its index is taken.
-
-        Raises:
-            OSError: It failed; the entry may be tried again.
-        """
+        """Create an entry; False if its index is taken. After an OSError it may be tried again."""
         put, read = partial(self._files.put, entry), partial(self._files.read, entry.index)
         return (yield from create_once(put, self._files.indices, entry.index, read, entry))
 

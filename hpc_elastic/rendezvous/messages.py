@@ -70,8 +70,6 @@ class RankState:
     """The state in which a rank was found.
 
     Attributes:
-        rank: Its global rank.
-        local_rank: Its rank on its node.
         state: ``stands``: its stack did not change; ``moves``: it did; ``busy``, ``done``: see
             `hang_diagnosis`; ``stopped``: by a signal, as SIGSTOP; ``silent``: it cannot be
             inspected.
@@ -82,7 +80,6 @@ class RankState:
         time: Unix seconds of its last sign of life.
         collectives: The last one that it has enqueued in each group of NCCL, by the group's name:
             its number, its name, and whether it is done.
-        gpus_fail: Whether nvidia-smi hangs or fails on its node.
     """
 
     rank: int
@@ -173,7 +170,6 @@ class Join(RunMessage):
             replica.
         waited_s: How long it has waited already, under earlier leaders or without one.
         probes: Where it accepts the probes of others (`reachability`).
-        versions: Of Python and packages on its node.
     """
 
     request: int
@@ -185,14 +181,7 @@ class Join(RunMessage):
 
 @dataclass(frozen=True)
 class Reattach(RunMessage):
-    """Its workers go on in the replica that an earlier leader has placed.
-
-    Attributes:
-        index: Index of the entry that placed them.
-        number: Number of their round.
-        replica: Number of their replica.
-        probes, versions: As in `Join`.
-    """
+    """Its workers go on in the replica that an earlier leader's entry ``index`` has placed."""
 
     index: int
     number: int
@@ -257,9 +246,7 @@ class Failed(MemberReport):
 class CheckpointAnnounced(MemberReport):
     """All workers of the agent have announced the checkpoint of a step.
 
-    Attributes:
-        step: The optimizer step that the checkpoint holds.
-        paused: Number of the request for which some workers pause there; 0 if none does.
+    ``paused`` is the number of the request for which some workers pause there; 0 if none does.
     """
 
     step: int
@@ -276,7 +263,6 @@ class Vote(MemberReport):
     """A vote on a request, and another one when all workers have passed a confirmed step.
 
     Attributes:
-        number: Number of the request.
         ok: Each worker of the node is before the step, or waits there.
         passed: The largest step that a worker has published; in the second vote the smallest.
             None: no worker has called `should_checkpoint` yet.
@@ -296,12 +282,9 @@ class Vote(MemberReport):
 
 @dataclass(frozen=True)
 class Stall(MemberReport):
-    """Workers make no step.
+    """Workers have made no step for ``stalled_s``, which exceeds ``limit_s``.
 
-    Attributes:
-        stalled_s: Seconds without a step.
-        limit_s: The limit that this exceeds.
-        assumed: Whether the limit is neither set nor measured (`agent.hang_watch`).
+    The limit is ``assumed`` if it is neither set nor measured (`agent.hang_watch`).
     """
 
     stalled_s: float
@@ -358,9 +341,7 @@ class StacksRequest(RunMessage):
 class Probe(RunMessage):
     """Connect to ports of other agents; answer with `Probed`.
 
-    Attributes:
-        number: Number of the leader's query.
-        peers: The ports by task: all of them must be reached.
+    ``peers`` are the ports by task: all of them must be reached.
     """
 
     number: int
@@ -423,10 +404,7 @@ class Departed(RunMessage):
 class LeaveRequest(RunMessage):
     """A notice of this node, from any source.
 
-    Attributes:
-        reason: A few words.
-        left_s: Seconds that were left when the notice arrived.
-        deadline: The end of that time in monotonic seconds.
+    ``left_s`` were left when the notice arrived; ``deadline`` is in monotonic seconds.
     """
 
     reason: str
@@ -475,13 +453,8 @@ def pack(message: RunMessage, now: float) -> Json:
 def unpack(raw: Json, types: Mapping[str, type[RunMessage]], now: float) -> RunMessage | None:
     """Return the message in a JSON object; None if its type is of another version.
 
-    Args:
-        raw: The object.
-        types: `TO_LEADER` or `TO_AGENT`.
-        now: Unix seconds of this node's clock.
-
-    Raises:
-        ValueError: It is malformed: the peer is no agent of a run.
+    ``types`` is `TO_LEADER` or `TO_AGENT`, ``now`` the Unix time of this node's clock. Raises
+    ValueError if the object is malformed: the peer is no agent of a run.
     """
     kind = types.get(str(raw.get("type")))
     if kind is None:

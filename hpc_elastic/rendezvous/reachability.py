@@ -127,9 +127,7 @@ class Reachability:
     def probe(self, group: Sequence[Agent], now: float) -> list[Effect]:
         """Probe the pairs of a group without a result; afterwards none of it is `pending`.
 
-        Args:
-            group: All agents that wait or train.
-            now: The time.
+        The group are all agents that wait or train.
         """
         if self._awaited and now - self._sent_at < ANSWER_S:
             return []
@@ -196,9 +194,7 @@ class Reachability:
     ) -> tuple[Agent, ...]:
         """Return the smallest set without which all agents of a group reach each other.
 
-        Args:
-            group: The agents.
-            prefer: Sorts agents: the first ones are rather left out.
+        ``prefer`` sorts agents: the first ones are rather left out.
         """
         graph = self.cuts(group)
         return tuple(sorted(smallest_cover(graph, sorted(graph, key=prefer)), key=prefer))
@@ -225,9 +221,8 @@ class _OutOfStepsError(Exception):
 def smallest_cover(graph: Graph, order: Sequence[Agent]) -> set[Agent]:
     """Return a smallest set of agents that contains one of each pair.
 
-    Args:
-        graph: Agents, each with those that it is not connected to; symmetric.
-        order: All of them; of several sets, one with earlier agents is preferred.
+    The graph is symmetric: agents, each with those that it is not connected to. Of several sets,
+    one with agents early in ``order``, which has all of them, is preferred.
     """
     ranks = {agent: rank for rank, agent in enumerate(order)}
     budget = [_STEPS]

@@ -598,12 +598,7 @@ SETTLES_WITHIN_S = 2.0
 
 
 class QuorumBridge:
-    """Connects the agents of one leader to the lighthouse of its term.
-
-    Args:
-        lighthouse: The lighthouse.
-        replicas: The state of its leader.
-    """
+    """Connects the agents of one leader to the lighthouse of its term."""
 
     def __init__(self, lighthouse: LighthouseState, replicas: ReplicaState) -> None:
         self._lighthouse = lighthouse

@@ -288,10 +288,7 @@ class RunState:
     It continues from a log entry. Times are monotonic seconds of one clock.
 
     Attributes:
-        rules: What the run was submitted with.
         entry: The entry of the last decision, which may not be appended yet.
-        ranks: Of the last round.
-        reach: Which agents reach each other.
         left_out: Agents that get no place, since they do not reach all others (`reachability`).
         done: Members whose workers have all returned.
         forming_since: When the round was broken that is formed anew.
@@ -337,11 +334,9 @@ class RunState:
     def announce(
         self, placed: Iterable[Agent], replicas: Mapping[int, Sequence[Agent]] | None = None
     ) -> list[Effect]:
-        """Decide on a round with the present ranks; send these members their places in it.
+        """Decide on a round with the present ranks; send the members ``placed`` their places in it.
 
-        Args:
-            placed: The members.
-            replicas: The replicas that they form, by number; None if all are one group.
+        ``replicas`` are those that they form, by number; None if all are one group.
         """
         members = self.ranks.members
         append = self.decide(
@@ -453,8 +448,7 @@ class RunState:
     ) -> tuple[list[Effect], list[Agent]]:
         """Take in the states of the run's tasks; None: Slurm did not answer.
 
-        Returns:
-            The effects, and the agents whose tasks have ended: the caller marks them lost.
+        Returns the effects, and the agents whose tasks have ended: the caller marks them lost.
         """
         self.participants.update_task_states(states)
         if self._is_booting:
@@ -731,12 +725,8 @@ def stop(
 ) -> list[Effect]:
     """Let agents stop their workers and join again.
 
-    Args:
-        agents: The agents.
-        reason: Why, for people.
-        cause: Why, for the event log.
-        round_: The round's number.
-        step: The step whose checkpoint all of them have announced; None: they stop without one.
+    ``reason`` is for people, ``cause`` for the event log. All of them have announced the checkpoint
+    of ``step``; None: they stop without one.
     """
     fields: dict[str, object] = {"reason": reason, "cause": cause, "round": round_}
     if step is not None:

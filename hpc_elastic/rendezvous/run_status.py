@@ -83,8 +83,7 @@ def _named(items: Sequence[object]) -> str:
 def _apart_warnings(apart: Sequence[tuple[int, int]]) -> Iterator[str]:
     """Yield what is wrong with workers that do not train together.
 
-    Args:
-        apart: Rank and size of the process group of each, 0: it has none.
+    ``apart`` has rank and size of the process group of each, size 0 if it has none.
     """
     if not apart:
         return
@@ -139,10 +138,8 @@ class ProgressLog:
     def add_status(self, status: Mapping[str, Any], now: float, started: float) -> list[Json]:
         """Record a status and return the lines to write; none if none is due.
 
-        Args:
-            status: The content of status.json.
-            now: Unix seconds on the leader's clock; readers sort the lines of several leaders.
-            started: When the run was first led.
+        ``now`` is the Unix time of the leader: readers sort the lines of several leaders.
+        ``started`` is when the run was first led.
         """
         group = [status.get(name) for name in _GROUP]
         changed = group != self._group
@@ -174,9 +171,7 @@ _MAX_NAMED = 20
 def waiting_for(run: RunState, log_of: Callable[[str, int], str | None]) -> str:
     """Return which nodes have joined and which are missing, with Slurm's states and their logs.
 
-    Args:
-        run: The leader's run, while a round forms.
-        log_of: Maps (task, attempt) to the path of that attempt's log; None if unknown.
+    ``log_of`` maps (task, attempt) to the path of that attempt's log, None if unknown.
     """
     least = run.rules.min_nodes
     have = "has" if least == 1 else "have"

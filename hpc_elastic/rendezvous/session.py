@@ -73,12 +73,9 @@ class Session:
     ) -> None:
         """Connect to the run.
 
-        Args:
-            me: This agent.
-            candidate: Address and context for the case that this agent leads.
-            progress: Returns the workers' progress for a heartbeat.
-            ft_socket: Path of the socket that serves this node's workers if they are of a replica
-                of their own, in a folder that only the owner may enter; else None.
+        ``candidate`` is for the case that this agent leads. ``progress`` returns the workers'
+        progress for a heartbeat. ``ft_socket`` serves this node's workers if they are of a replica
+        of their own; it is in a folder that only the owner may enter.
         """
         self._state = SessionState()
         self._me = me
@@ -146,11 +143,8 @@ class Session:
         """Put this node under notice: its run saves, and the node leaves the run.
 
         Outside a round `departed` is set at once, in a round when the round stops. A later notice
-        counts only if it leaves less time; its reason does not replace the first one.
-
-        Args:
-            reason: A few words for the log, such as ``signal``.
-            left_s: Seconds until the node must be left.
+        counts only if it leaves less time; its reason, a few words for the log, does not replace
+        the first one.
         """
         now = time.monotonic()
         self.run_in_loop(lambda: self._carry_out(self._following.add_notice(reason, left_s, now)))
@@ -162,9 +156,7 @@ class Session:
     def expect_workers(self, place: messages.RoundInfo, server: tuple[str, int] | None) -> None:
         """Let the workers of this node connect, which are of a replica and about to be started.
 
-        Args:
-            place: The replica's round.
-            server: Address and port of the server of the replica, if that is on another node.
+        ``server`` is the address and port of the replica's server, if that is on another node.
         """
         assert self.replica is not None
         replica, secret = self.replica, self._context.secret
@@ -500,11 +492,8 @@ class SessionState:
     ) -> Outcome | None:
         """Reset the round, request another, and wait for the outcome (agent's thread).
 
-        Returns:
-            The outcome; None if there is none within ``timeout_s``.
-
-        Raises:
-            BaseException: The error that has ended the event loop's thread.
+        Returns None if there is none within ``timeout_s``. Raises the error that has ended the
+        event loop's thread.
         """
         with self._changed:
             self.round, self.checkpoint_request = None, None

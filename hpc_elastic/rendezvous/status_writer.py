@@ -33,11 +33,7 @@ _RETRY_S = 1.0
 class StatusWriter:
     """Writes one run's files for its leader.
 
-    Args:
-        run: The run directory.
-        run_id: The run id, for the result.
-        events: The event log of the leader's agent.
-        term: The leader's term; 0: this agent does not lead, and writes no status.
+    With ``term`` 0 this agent does not lead, and the writer writes no status.
     """
 
     def __init__(self, run: RunDir, run_id: str, events: EventLog, term: int) -> None:

@@ -75,10 +75,8 @@ class RequeueBackoff:
     ) -> tuple[Agent, ...]:
         """Return the agents that have waited too long.
 
-        Args:
-            joined: Each waiting agent, with the time since which it waits.
-            now: The time.
-            admits: Whether the group admits them at its next checkpoint.
+        ``joined`` has the time since which each waits. With ``admits`` the group admits them at its
+        next checkpoint.
         """
         late = (a for a, since in joined.items() if self.is_over(now - since, longest=admits))
         return tuple(agent for agent in late if self.may_requeue([agent]))
@@ -107,9 +105,7 @@ class RequeueBackoff:
     def requeue_all(self, agents: tuple[Agent, ...], why: str = "") -> list[Effect]:
         """Requeue all nodes, and postpone the start of the run's tasks.
 
-        Args:
-            agents: The agents that have nodes.
-            why: Why their wait is pointless; empty if they have waited too long.
+        ``why`` states that their wait is pointless; it is empty if they have waited too long.
         """
         self.last_delay_s = self.time_away(_AWAY_IN_SWEEP_S if why else AWAY_S)
         self.times_requeued += 1
@@ -169,10 +165,8 @@ _Attempt = tuple[str, str, int | None]
 class FailedStart:
     """An attempt of a task that ended before its agent joined.
 
-    Attributes:
-        state: Its state in Slurm.
-        hosts: Where the task has failed so in a row, the last host last; empty if unknown.
-        is_last: Whether the task is not tried again.
+    ``hosts`` are those where the task has failed so in a row, the last one last; empty if unknown.
+    After ``is_last`` the task is not tried again.
     """
 
     state: TaskState
@@ -236,10 +230,8 @@ class LostTaskRecovery:
     ) -> list[FailedStart]:
         """Return the attempts that failed before they joined, each of them once.
 
-        Args:
-            view: Slurm's answer.
-            lost: Task -> attempt that was lost or requeued (`last_here`).
-            here: Task -> attempt that is connected.
+        By task, ``lost`` has the attempt that was lost or requeued (`last_here`), ``here`` the one
+        that is connected.
         """
         found: list[FailedStart] = []
         for task, state in view.items():
@@ -284,13 +276,10 @@ class LostTaskRecovery:
         requeued: Mapping[str, int],
         now: float,
     ) -> tuple[str, ...]:
-        """Return the tasks to restart now.
+        """Return the tasks to restart now; ``view`` is Slurm's answer, empty if there is none.
 
-        Args:
-            view: Slurm's answer; empty if there is none.
-            lost: Task -> attempt that was lost.
-            requeued: Task -> attempt that the run has requeued itself.
-            now: The time.
+        By task, ``lost`` has the attempt that was lost, ``requeued`` the one that the run has
+        requeued.
         """
         if not view:
             return ()
@@ -322,9 +311,7 @@ class LostTaskRecovery:
     def returning_tasks(self, view: Mapping[str, TaskState], lost: Mapping[str, int]) -> set[str]:
         """Return the tasks that have ended in Slurm, and may yet run again.
 
-        Args:
-            view: Slurm's answer.
-            lost: Task -> attempt that was lost or requeued (`last_here`).
+        ``lost`` has the attempt of each task that was lost or requeued (`last_here`).
         """
         return {
             task
@@ -483,10 +470,7 @@ def start_failed(
 ) -> bool:
     """Return whether an attempt has ended, or could not start, before its agent joined.
 
-    Args:
-        state: Its state in Slurm.
-        lost_attempt: The attempt of the task that was lost, and so had joined; None if none was.
-        attempt_here: The attempt of the task that is connected; None if none is.
+    Of the same task, ``lost_attempt`` was lost, and so had joined; ``attempt_here`` is connected.
     """
     if state.is_launch_held:
         return True
@@ -521,11 +505,8 @@ def min_nodes_unreachable(
 ) -> Failure | None:
     """Return why min nodes cannot come together any more; None while they can.
 
-    Args:
-        view: Slurm's answer.
-        present: Tasks that have joined, or may yet run again although they have ended.
-        rules: Of the run, which has ``max_nodes`` tasks.
-        tried_hosts: Returns the hosts on which a task failed before it joined.
+    ``present`` are tasks that have joined, or may yet run again although they have ended.
+    ``tried_hosts`` returns the hosts on which a task failed before it joined.
     """
     over = [
         state for task, state in view.items() if state.phase is Phase.ENDED and task not in present

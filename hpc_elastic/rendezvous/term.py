@@ -125,10 +125,7 @@ class Gate:
 class Term(Gate):
     """The term of one leader: its decisions, the run's status, and tasks to readmit.
 
-    Args:
-        leadership: The leader's state.
-        executor: Carries its effects out.
-        show_s: Shortest interval between two statuses that differ in their numbers only.
+    ``show_s`` is the shortest interval between two statuses that differ in their numbers only.
     """
 
     def __init__(self, leadership: LeaderState, executor: Executor, show_s: float = 0.0) -> None:
@@ -231,9 +228,7 @@ class SharedFiles(Protocol):
 class TermFolder:
     """The shared files in the term of one leader.
 
-    Args:
-        term: The leader's.
-        files: The files.
+    Methods raise TermOverError if another agent leads. After an OSError they may be called again.
     """
 
     def __init__(self, term: int, files: SharedFiles) -> None:
@@ -248,12 +243,7 @@ class TermFolder:
         self._num_searches = 0
 
     def enter(self) -> Steps[None]:
-        """Make sure that the folder is this leader's.
-
-        Raises:
-            TermOverError: It is a later leader's.
-            OSError: The file system does not answer, or there is no term folder.
-        """
+        """Make sure that the folder is this leader's; OSError also if there is no term folder."""
         for tries_left in reversed(range(_TRIES)):
             before = yield self._files.current_term
             if before == self.term:
@@ -272,10 +262,6 @@ class TermFolder:
 
         The first time, the existing status is the last one of the leader before: it is kept as a
         line of the progress.
-
-        Raises:
-            TermOverError: Another agent leads.
-            OSError: It may be tried again.
         """
         yield from self.enter()
         if not self._has_shown:
@@ -293,12 +279,7 @@ class TermFolder:
         self._confirmed.add(name)
 
     def remove_confirmed(self) -> Steps[None]:
-        """Begin to remove the confirmed notices.
-
-        Raises:
-            TermOverError: Another agent leads, and has them.
-            OSError: It may be tried again.
-        """
+        """Begin to remove the confirmed notices."""
         yield from self.enter()
         for name in tuple(self._confirmed):
             yield partial(self._files.remove_notice, self.term, name)
@@ -310,10 +291,6 @@ class TermFolder:
         name of a claimed one, it waits until that one is removed. If there is no new notice, only
         the notices' own folder is listed, and at every tenth call the term folder too, for notices
         that an earlier leader has moved there late.
-
-        Raises:
-            TermOverError: Another agent leads.
-            OSError: It may be tried again.
         """
         self._num_searches += 1
         if self._confirmed or self._claimed is None or self._num_searches % _ALL_EVERY == 0:

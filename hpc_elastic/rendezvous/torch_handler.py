@@ -73,11 +73,7 @@ class SlurmRendezvousHandler(RendezvousHandler):
     ) -> None:
         """Join a run.
 
-        Args:
-            session: The agent's session.
-            run_id: The run id.
-            join_timeout_s: Longest wait for a round, in seconds.
-            stores: Creates the stores of this node's workers if they are a replica; else None.
+        ``stores`` creates the stores of this node's workers if they are a replica; else None.
         """
         self.session = session
         self._stores = stores
@@ -162,9 +158,7 @@ class SlurmRendezvousHandler(RendezvousHandler):
 class RoundStores:
     """Creates the store of each round, and closes the store of the round before.
 
-    Args:
-        address: Of this node.
-        contents: What each store contains from its start, by key.
+    ``contents`` is what each store contains from its start, by key.
     """
 
     def __init__(self, address: str, contents: Mapping[str, str] | None = None) -> None:
@@ -177,10 +171,8 @@ class RoundStores:
 
         The socket has the address's own family. torch opens a socket for IPv6 and IPv4; there its
         server resolves each client's name before it serves the next client. The hosts file has no
-        ``::ffff:10.0.0.7``, so the server hangs if no name server answers.
-
-        Raises:
-            OSError: The address is not one of this node's, or torch cannot start the store now.
+        ``::ffff:10.0.0.7``, so the server hangs if no name server answers. Raises OSError if the
+        address is not one of this node's, or torch cannot start the store now.
         """
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
         listening = socket.create_server((self._address, 0), family=family)
@@ -278,8 +270,7 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 def _make_step_folder(steps: Path, run_id: str) -> RunDir:
     """Return the step's own folder, and remove the folders of steps from a month ago.
 
-    Raises:
-        UntrustedRunError: Another user has made it, or may write it.
+    Raises UntrustedRunError if another user has made it, or may write it.
     """
     run = RunDir(steps / run_id)
     make_folder(run.path, parents=True, mode=0o700)

@@ -116,12 +116,19 @@ def requeue_or_exit(
     Slurm has killed the task: one that was preempted it requeues by itself. From here on the
     process ignores SIGTERM (if this is its main thread).
 
-    ``run`` shows whether it has ended and which nodes it avoids, and there another task is
-    submitted in place of one that Slurm will not requeue; with None all that is left out. ``note``
-    receives the facts before anything is done.
+    Args:
+        task: The task this process is: ``<array job id>_<index>``, a job id, or
+            ``<job id>.<node id>``.
+        client: The queue.
+        attempt: The attempt of the task that this process is, None if unknown.
+        reason: Why it exits.
+        run: Its run: whether that has ended, which nodes it avoids, and where another task is
+            submitted in place of one that Slurm will not requeue. None: none of that is done.
+        note: Receives the facts before anything is done.
 
-    REQUEUE, REQUEUED and REPLACE: the node comes back; EXIT: it does not; STAY: Slurm could not be
-    reached, or the task is only suspended.
+    Returns:
+        REQUEUE, REQUEUED and REPLACE: the node comes back; EXIT: it does not; STAY: Slurm could
+        not be reached, or the task is only suspended.
     """
     delay_s = RETURN_DELAY_S
     with _deaf_to_sigterm(for_good=True):

@@ -67,7 +67,6 @@ class NodeOutlook:
     Attributes:
         gaps: Spans without a job in Unix seconds, in order; the last one is infinite. None if it is
             unknown when the node is free.
-        is_busy: Whether it has a job now.
         is_planned: Whether it is idle, and backfill has planned a waiting job there.
     """
 
@@ -89,7 +88,6 @@ class Outlook:
     """The nodes of the wanted partitions that take jobs, and the queue before them.
 
     Attributes:
-        nodes: The nodes by name.
         num_out: Number of nodes that take no jobs: out of service, or in a reservation.
         num_waiting: Number of jobs that wait for nodes, of array elements each.
         num_unplanned: Number of these whose planned start is not visible.
@@ -160,16 +158,12 @@ def outlook(
     partitions: Sequence[str] = (),
     are_jobs_hidden: bool = False,
 ) -> Outlook:
-    """Return the outlook of some nodes.
+    """Return the outlook of some nodes, in Unix seconds.
 
-    Args:
-        states: State of each node in sinfo's words, marks included.
-        jobs: The jobs that squeue lists, of all partitions: those of others use the same nodes;
-            and the reservations.
-        now: Unix seconds.
-        partitions: The wanted partitions, for the waiting jobs.
-        are_jobs_hidden: Whether the site hides the jobs of other users, so that a node with a
-            visible job may have others.
+    ``states`` are in sinfo's words, marks included. ``jobs`` are of all partitions, since those of
+    others use the same nodes, and have the reservations. ``partitions`` are the wanted ones, for
+    the waiting jobs. ``are_jobs_hidden``: the site hides the jobs of other users, so that a node
+    with a visible job may have others.
     """
     ends: dict[str, list[float | None]] = {}
     plans: dict[str, list[tuple[float, float]]] = {}
@@ -312,17 +306,10 @@ def shapes(
     *,
     coallocated: bool = False,
 ) -> list[Shape]:
-    """Return a run's own time limit, and shorter ones that let it start sooner or with more nodes.
+    """Return a run's own time limit, and shorter ones, the longest first, that let it start sooner.
 
-    Args:
-        found: The nodes.
-        pools: What its tasks ask for; a shorter limit counts for those with a longer one.
-        sizes: The numbers of nodes that it may have.
-        now: Unix seconds.
-        coallocated: Whether its minimum is one job.
-
-    Returns:
-        The run's own shape, then shorter ones, the longest first.
+    A shorter one may also give it more nodes. It counts for the ``pools`` with a longer limit.
+    ``coallocated``: the minimum of the run is one job.
     """
     kept: list[Shape] = []
     own_s = max(pool.limit_s for pool in pools)
@@ -388,12 +375,10 @@ def soonest(found: Sequence[Shape]) -> Shape | None:
 
 @dataclass(frozen=True)
 class ExpectedStart:
-    """The start of the next waiting task of a run.
+    """The start of the next waiting task of a run, in Unix seconds.
 
-    Attributes:
-        at: When Slurm expects it, in Unix seconds; None if unknown.
-        not_before: When it may start at the earliest; None if at any time.
-        why: Why `at` is unknown; None if it is known.
+    ``at`` is when Slurm expects it; None if unknown, with the reason in ``why``. ``not_before`` is
+    None if it may start at any time.
     """
 
     at: float | None = None
@@ -450,16 +435,11 @@ def time_limit_of(launcher: SlurmSettings, partitions: Sequence[Partition]) -> f
 def next_gap(spec: RunSpec, client: SiteClient | None = None) -> float | None:
     """Return when the next gap begins in which a task with a fitted time limit starts.
 
-    Slurm's plan for a waiting task is for the limit that the task has at present, and its run will
-    set the limit that fits (`site.limits`). At most four of Slurm's commands are called, and one
-    more for each further pool.
-
-    Returns:
-        Unix seconds; None if unknown, or if the limits of all its tasks are fixed.
-
-    Raises:
-        SlurmCommandError: Slurm does not answer.
-        OSError, ValueError: The run's files cannot be read.
+    Unix seconds; None if unknown, or if the limits of all its tasks are fixed. Slurm's plan for a
+    waiting task is for the limit that the task has at present, and its run will set the limit that
+    fits (`site.limits`). At most four of Slurm's commands are called, and one more for each further
+    pool. Raises SlurmCommandError if Slurm does not answer, and OSError or ValueError if the run's
+    files cannot be read.
     """
     launchers: list[Any] = [own for _, own in spec.settings.shares]
     fitted = [own for own in launchers if own.time_min is not None and not own.constraint]

@@ -28,11 +28,8 @@ _LEAST_SLOT = "5"
 class HarvestSite:
     """What a cluster offers to a run that fills gaps.
 
-    Attributes:
-        config: Settings of slurm.conf.
-        partitions: The partitions.
-        qos: Preemptible QOS with the flag NoReserve that this user may name: backfill takes their
-            jobs for jobs of a minute, so they start in any gap, and planned jobs preempt them.
+    ``qos`` are preemptible QOS with the flag NoReserve that this user may name: backfill takes
+    their jobs for jobs of a minute, so they start in any gap, and planned jobs preempt them.
     """
 
     config: Mapping[str, str]
@@ -41,10 +38,7 @@ class HarvestSite:
 
     @classmethod
     def query(cls, client: SiteClient, account: str | None) -> HarvestSite:
-        """Query Slurm for runs of an account.
-
-        What it does not answer is missing: then gaps are filled without it.
-        """
+        """Query Slurm for runs of an account; gaps are filled without what it does not answer."""
         config: Mapping[str, str] = {}
         try:
             config = client.config()

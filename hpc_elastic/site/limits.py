@@ -66,7 +66,6 @@ class LimitFitter:
     """The decision about time limits (pure).
 
     Attributes:
-        time_s: The full limit.
         time_min_s: The least limit with which a task is worth its start.
         pass_s: Seconds until the next pass of backfill (bf_interval): the hole is shorter then. A
             node that is idle for two passes, although a task fits there, is offered a shorter
@@ -89,11 +88,9 @@ class LimitFitter:
     ) -> dict[str, float]:
         """Return the time limit of each waiting task, in seconds.
 
-        Args:
-            waiting: The waiting tasks, in the order in which Slurm tries them.
-            holes: Node -> seconds for which it is idle.
-            later: For each busy node, seconds for which it would be idle if it became free now.
-            is_watched: Whether a task runs, so that there are further checks.
+        ``waiting`` is in the order in which Slurm tries the tasks. ``holes`` has the seconds for
+        which each idle node is idle, ``later`` those for which each busy node would be if it became
+        free now. Unless ``is_watched``, no task runs, so that there are no further checks.
         """
         offers = {node: self._offer(node, length) for node, length in holes.items()}
         fitting = [node for node, (limit_s, _) in offers.items() if limit_s >= self.time_min_s]
@@ -136,13 +133,10 @@ class TimeSlots:
     nodes. Methods raise `SlurmError` if Slurm does not answer, and `OSError` if the submission's
     files cannot be read.
 
-    Args:
-        shares: Runs of one submission, with the pool whose tasks are fitted. The pools have the
-            same partition, ``time_s``, ``time_min_s`` and ``harvest``.
-        partition: The partition of the tasks, if the runs name none; None: the default one.
-        client: Runs Slurm's commands.
-        leads: Whether this is the leader of the only run. Otherwise tasks of runs that have a node
-            are left alone: their leaders fit them.
+    ``shares`` are runs of one submission, with the pool whose tasks are fitted. The pools have the
+    same partition, ``time_s``, ``time_min_s`` and ``harvest``. ``partition`` counts if the runs
+    name none. The leader of the only run ``leads``. Otherwise tasks of runs that have a node are
+    left alone: their leaders fit them.
     """
 
     def __init__(

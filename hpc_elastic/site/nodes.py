@@ -30,12 +30,7 @@ _LOST = {
 
 @dataclass(frozen=True)
 class NodeState:
-    """State of one node.
-
-    Attributes:
-        word: sinfo's word in its long form, such as ``idle``.
-        marks: The marks behind it.
-    """
+    """State of one node: sinfo's word in its long form, such as ``idle``, and its marks."""
 
     word: str
     marks: str = ""

@@ -81,14 +81,8 @@ class QueueAdvice:
 class QueuePolicy:
     """The policy of one run in Slurm's queue. Calls block for as long as Slurm does.
 
-    No method raises (`OptionalCalls`).
-
-    Args:
-        run: The directory of the run.
-        spec: The run.
-        partition: Its partition, if the submission named none, and no task waits.
-        client: Runs Slurm's commands.
-        note: Writes an event.
+    No method raises (`OptionalCalls`). ``partition`` counts if the submission named none, and no
+    task waits. ``note`` writes an event.
     """
 
     def __init__(

@@ -60,13 +60,9 @@ class QueuedRun:
     """One of the siblings, as the queue shows it.
 
     Attributes:
-        name: Its name in messages.
-        min_nodes: Its minimum.
         tasks: Its tasks that Slurm lists, by slot; a co-allocated job is one of them.
-        num_coallocated: Number of co-allocated nodes; 0 if none.
         has_started: Whether a task of it has ever run. Before that, a start that lies ahead is
             the user's.
-        avoids: Nodes on which no task of it starts.
         lost: Tasks whose attempt was lost -> that attempt: Slurm may list it as running for
             minutes. Its node may come to the run again, unless it does not answer.
         demand: Its progress, if the next nodes go where they help most; its number of nodes there
@@ -155,11 +151,9 @@ class QueuedRun:
 
 @dataclass(frozen=True)
 class NodeSupply:
-    """The nodes that a run may get.
+    """The nodes that a run may get; ``states`` are in sinfo's words.
 
-    Attributes:
-        states: The state of each, in sinfo's words.
-        are_whole: Whether a task gets whole nodes: then a node that a task has is not for others.
+    If they ``are_whole``, a task gets whole nodes: then a node that a task has is not for others.
     """
 
     states: Mapping[str, str]
@@ -175,10 +169,7 @@ class NodeSupply:
         return {n for n, state in self.states.items() if not NodeState.parse(state).is_lost}
 
     def num_idle(self, run: QueuedRun) -> int:
-        """Return the number of idle nodes on which a run's tasks may start.
-
-        Those that are planned for another job are not among them.
-        """
+        """Return the number of idle nodes, none planned for another job, where tasks may start."""
         return 0 if run.limit else len(self._free - run.avoids)
 
     def num_coming(self, run: QueuedRun, held: Set[str]) -> int:
@@ -235,16 +226,10 @@ def let_start(
 ) -> list[str]:
     """Return the tasks that stay away and are to start, since there are nodes for them.
 
-    The minimum of each run in turn; then the further nodes of the run itself.
-
-    Args:
-        runs: The siblings in their order.
-        own: The index of the run that calls this: it trains, or it ends.
-        nodes: The nodes that they may get.
-        ends: Whether it ends, so that its nodes are free soon.
-        withheld: Its tasks that do not start: lost ones, since other rules restart them, and those
-            that it holds.
-        deferred: Indices of runs that do not start now, although they could (`deferred_runs`).
+    The minimum of each run in turn; then the further nodes of the run itself. The run ``own`` calls
+    this: it trains, or it ``ends``, so that its nodes are free soon. ``withheld`` are its tasks
+    that do not start: lost ones, since other rules restart them, and those that it holds.
+    ``deferred`` are runs that do not start now, although they could (`deferred_runs`).
     """
     me = runs[own]
     freed = len(me.nodes) if ends else 0
@@ -372,11 +357,8 @@ class SweepQueue:
         """Let siblings start that stay away, as far as there are idle nodes for their minimum.
 
         Those that would soon start for nothing stay away for longer. Unless the run ``ends``,
-        nothing is done if the last check was too recent.
-
-        Returns:
-            The size up to which this run grows beside its siblings, infinite without a limit; None
-            if nothing was done.
+        nothing is done if the last check was too recent. Returns the size up to which this run
+        grows beside its siblings, infinite without a limit; None if nothing was done.
         """
         if not ends and time.monotonic() < self._next_check:
             return None

@@ -129,8 +129,6 @@ class NodeDemand:
 
     Attributes:
         nodes: Those that it has; 0 if it waits.
-        min_nodes: Its minimum.
-        max_nodes: Its maximum.
         unit_nodes: It has a multiple of this number.
         step_times: Its measured seconds of a step by number of nodes.
         steps_left: Steps to its end; None if unknown.

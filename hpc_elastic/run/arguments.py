@@ -18,14 +18,9 @@ _NAMESPACES: dict[str, Any] = {"namespace": Namespace, "simple": SimpleNamespace
 
 
 def encode(value: object, name: str) -> Any:
-    """Return the JSON form of arguments.
+    """Return the JSON form of arguments; ``name`` is what they are, for messages.
 
-    Args:
-        value: The arguments.
-        name: What they are, for messages.
-
-    Raises:
-        ConfigError: One has another type. The message names it.
+    Raises ConfigError, which names the argument, if one has another type.
     """
 
     def leaf_of(path: str, leaf: object) -> tuple[str, Any] | None:
@@ -45,11 +40,7 @@ def encode(value: object, name: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Return the arguments of a JSON form.
-
-    Raises:
-        ValueError: `encode` never returned this.
-    """
+    """Return the arguments of a JSON form; ValueError if `encode` never returned this."""
 
     def leaf(kind: str, of: Any) -> Any:
         return Path(of) if kind == "path" else _NAMESPACES[kind](**decode(of))

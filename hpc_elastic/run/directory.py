@@ -193,11 +193,7 @@ class RunSpec:
     """Number of resumptions. Tasks of an earlier generation do not belong to the run any more."""
 
     def task_names(self, job_ids: Mapping[int, str]) -> list[str]:
-        """Return the names of the run's tasks by slot, as far as their arrays have been submitted.
-
-        Args:
-            job_ids: Job ids by array number.
-        """
+        """Return the names of the run's tasks by slot, as far as their arrays were submitted."""
         num_coallocated = self.settings.num_coallocated
         return [
             task_name(job_ids[k], index, coallocated=slot < num_coallocated)
@@ -229,11 +225,7 @@ class RunSpec:
         return None if None in names else ",".join(dict.fromkeys(filter(None, names)))
 
     def requeues_left(self, attempt: int | None) -> int | None:
-        """Return how often a task may still be requeued; None if without limit.
-
-        Args:
-            attempt: Number of its requeues; None if unknown, which counts as 0.
-        """
+        """Return how often a task may still be requeued; None if without limit."""
         most = self.settings.launcher.max_requeues
         return None if most is None else most - (attempt or 0)
 
@@ -244,15 +236,10 @@ class RunSpec:
 
     @classmethod
     def from_json(cls, raw: Any, settings: Any = None) -> RunSpec:
-        """Return the description of a run.
+        """Return the description of a run from the values of run.json.
 
-        Args:
-            raw: The values of run.json.
-            settings: Those of settings.json, for a run of hpc_elastic 0.2.0.
-
-        Raises:
-            ValueError: They are no run description.
-            RunDirectoryError: A newer version has written it.
+        ``settings`` are those of settings.json, for a run of hpc_elastic 0.2.0. Raises ValueError
+        if they are no run description, and RunDirectoryError if a newer version has written it.
         """
         try:
             values = dict(raw if "version" in raw else _of_0_2(raw, settings))
@@ -272,10 +259,8 @@ class RunSpec:
 def _of_0_2(raw: Any, settings: Any) -> dict[str, Any]:
     """Return run.json and settings.json of hpc_elastic 0.2.0 as run.json of this version.
 
-    Tasks of a run that was submitted with it read them when they are requeued.
-
-    Raises:
-        KeyError, TypeError, ValueError: Not such files.
+    Tasks of a run that was submitted with it read them when they are requeued. Raises KeyError,
+    TypeError or ValueError if they are not such files.
     """
     if settings is None:
         raise ValueError("the directory has no settings.json")
@@ -292,13 +277,7 @@ def _of_0_2(raw: Any, settings: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Cancellation:
-    """The content of ``<run>/cancelled``.
-
-    Attributes:
-        user: Who cancelled the run.
-        host: Where.
-        time: Unix seconds; 0 if unknown.
-    """
+    """The content of ``<run>/cancelled.json``; ``time`` is in Unix seconds, 0 if unknown."""
 
     user: str = ""
     host: str = ""
@@ -398,8 +377,7 @@ class RunDir:
     def load(self) -> RunSpec:
         """Return the frozen description of the run.
 
-        Raises:
-            RunDirectoryError: There is none, or a newer version has written it.
+        Raises RunDirectoryError if there is none, or a newer version has written it.
         """
         try:
             raw = parse_json(read_text(self.spec), "the run description")
@@ -418,8 +396,7 @@ class RunDir:
     def create(self, spec: RunSpec) -> None:
         """Make the directory with its description and a fresh secret (login node, once).
 
-        Raises:
-            RunDirectoryError: It holds a run already.
+        Raises RunDirectoryError if it holds a run already.
         """
         for folder in (self.path, self.rdzv, self.results, self.notices, self.event_logs):
             make_folder(folder, parents=True)
@@ -452,11 +429,7 @@ def default_checkpoints() -> Path:
 
 @dataclass(frozen=True)
 class ArrayFiles:
-    """The files of one array of a submission: ``array-<k>.*``.
-
-    Attributes:
-        stem: Their path without the suffix.
-    """
+    """The files of one array of a submission: ``array-<k>.*``; ``stem`` has no suffix."""
 
     stem: Path
 
@@ -476,11 +449,7 @@ class ArrayFiles:
         return self.stem.with_suffix(".json")
 
     def run_dirs(self) -> list[Path]:
-        """Return the run directory of each task.
-
-        Raises:
-            RunDirectoryError: The file is missing or damaged.
-        """
+        """Return each task's run directory; RunDirectoryError if the file is missing or damaged."""
         found = read_json(self.tasks)
         if found is None:
             raise RunDirectoryError(f"{self.tasks.parent} has no {self.tasks.name}")

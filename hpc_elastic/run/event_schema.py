@@ -36,7 +36,6 @@ class Field:
     """One field of a kind of event.
 
     Attributes:
-        name: Its key.
         type: ``texts`` is a list of text; ``members`` a list of agents, as a round has them;
             ``ranks`` a list of objects about ranks.
         meaning: Its meaning, with the unit.
@@ -51,14 +50,9 @@ class Field:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of event.
+    """A kind of event; ``name`` is the value of the field ``kind``.
 
-    Attributes:
-        name: Value of the field ``kind``.
-        meaning: One line.
-        when: When it is written.
-        by: Its writer.
-        fields: Besides those that all events have.
+    ``fields`` are those besides the ones that all events have.
     """
 
     name: str

@@ -53,10 +53,6 @@ class EventLog:
 
     Events that the file system rejects, because it is full or does not answer, are written by the
     next call that succeeds.
-
-    Args:
-        path: The file.
-        task: The task.
     """
 
     path: Path
@@ -114,11 +110,7 @@ def _append(path: Path, data: bytes) -> None:
 
 @dataclass
 class EventReader:
-    """Incremental reader of the events of all tasks of a run.
-
-    Args:
-        folder: The run's ``events``; it need not exist yet.
-    """
+    """Incremental reader of the events of all tasks of a run; the folder need not exist yet."""
 
     folder: Path
     num_left_out: int = 0
@@ -130,11 +122,8 @@ class EventReader:
         """Return the events since the last call, in order of time; of too many the newest.
 
         A line that is being written is returned by a later call. A line that was cut off, because
-        the process or its node ended, is left out.
-
-        Raises:
-            DamagedFileError: A log is no file.
-            OSError: The file system does not answer.
+        the process or its node ended, is left out. Raises DamagedFileError if a log is no file, and
+        OSError if the file system does not answer.
         """
         events: list[Event] = []
         for path in self._logs():

@@ -39,33 +39,21 @@ def index_of(output: Path) -> Path:
 
 
 class IndexWriter:
-    """Writer of the index of one log file; there is one at a time.
-
-    Raises:
-        OSError: The index cannot be opened.
-    """
+    """Writer of the index of one log file (OSError if it cannot be opened); one at a time."""
 
     def __init__(self, output: Path) -> None:
         self._fd = os.open(index_of(output), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._at = os.fstat(self._fd).st_size // _RECORD.size * _RECORD.size
 
     def append(self, size: int, time_s: float) -> None:
-        """Record the size of the file at a time.
-
-        Raises:
-            OSError: It was not written; the call may be repeated.
-        """
+        """Record the size of the file at a time; after an OSError the call may be repeated."""
         record = _RECORD.pack(size, time_s)
         if os.pwrite(self._fd, record, self._at) < len(record):
             raise OSError("no space for a whole record")
         self._at += len(record)
 
     def send(self) -> None:
-        """Flush the index to the file server.
-
-        Raises:
-            OSError: It was not flushed.
-        """
+        """Flush the index to the file server; OSError if it was not flushed."""
         os.fdatasync(self._fd)
 
     def close(self) -> None:

@@ -66,14 +66,9 @@ def trusting() -> Iterator[None]:
 def load_own(run: RunDir, *used: Path) -> RunSpec:
     """Return the description of a run that this process is to act on, or to execute.
 
-    Args:
-        run: The run.
-        *used: What is acted on in the run directory, or elsewhere, beside run.json, the submission
-            and the code in it; it need not exist.
-
-    Raises:
-        UntrustedRunError: See `require_own`.
-        RunDirectoryError: It is no run directory.
+    ``used`` is what is acted on in the run directory, or elsewhere, beside run.json, the submission
+    and the code in it; it need not exist. Raises UntrustedRunError as `require_own`, and
+    RunDirectoryError if it is no run directory.
     """
     require_own(run.path, run.spec, run.settings, run.secret, *used)
     spec = run.load()
@@ -88,15 +83,8 @@ def claim(folder: Path, *inside: Path) -> None:
     """Take a folder for a run that is submitted; make it if needed (login node).
 
     Write permissions of group and others are taken away from what this user has made under another
-    umask, unless the user trusts them.
-
-    Args:
-        folder: The run directory, or the sweep's ``.hpc_elastic``.
-        *inside: Folders of the run in it, which may be there already.
-
-    Raises:
-        UntrustedRunError: One is another user's; see `require_own`.
-        OSError: It cannot be made.
+    umask, unless the user trusts them. ``inside`` are folders of the run in it, which may be there
+    already. Raises UntrustedRunError as `require_own`.
     """
     make_folder(folder, parents=True, closed=not is_trusting())
     for path in inside:
@@ -108,14 +96,9 @@ def claim(folder: Path, *inside: Path) -> None:
 def require_own(folder: Path, *used: Path) -> None:
     """Refuse a folder that is not this user's alone, or has something in it that is not.
 
-    Args:
-        folder: The run directory, the sweep's ``.hpc_elastic``, or another folder.
-        *used: What is acted on: each file or folder on the way there is checked, if it exists. Of a
-            path elsewhere, only its end is.
-
-    Raises:
-        UntrustedRunError: It is another user's, or others may write it. It names the path, its
-            owner, its mode and the remedy.
+    Each file or folder on the way to what is ``used`` is checked, if it exists. Of a path
+    elsewhere, only its end is. Raises UntrustedRunError, which names the path, its owner, its mode
+    and the remedy.
     """
     if is_trusting():
         return

@@ -22,11 +22,9 @@ _OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=(.*)", re.DOTALL)
 
 
 def redact(value: Any, *, hide: bool = False) -> Any:
-    """Return JSON values without secrets.
+    """Return JSON values without secrets, which the keys of objects show.
 
-    Args:
-        value: Any JSON value; keys of objects show which values are secret.
-        hide: Hide all values; keys are kept.
+    ``hide`` hides all values; keys are kept.
     """
     if isinstance(value, dict):
         return {k: redact(v, hide=hide or is_secret(str(k))) for k, v in value.items()}

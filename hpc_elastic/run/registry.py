@@ -26,14 +26,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class KnownRun:
-    """One run.
-
-    Attributes:
-        run_id: Its id.
-        path: Its run directory.
-        submitted: Unix seconds.
-        cwd: Where it was submitted; None if unknown, as in lists of earlier versions.
-    """
+    """One run; ``submitted`` is in Unix seconds, ``cwd`` None in lists of earlier versions."""
 
     run_id: str
     path: Path

@@ -391,12 +391,8 @@ class _IslandFragment:
     def synchronize(self, *, is_due: bool, is_last: bool = False) -> bool:
         """Adopt the round that was read, if there is one, and publish what was trained if due.
 
-        Args:
-            is_due: Whether to publish, unless too many contributions are open.
-            is_last: Whether to publish even then.
-
-        Returns:
-            Whether there is something to publish now.
+        If it ``is_due`` it publishes, unless too many contributions are open; if it ``is_last``,
+        even then. Returns whether there is something to publish now.
         """
         with self._lock:
             adopts = self._shift is not None
@@ -454,9 +450,8 @@ class _IslandFragment:
     def advance(self, now: float) -> bool:
         """Do what is to be done in the folder; return whether there may be more at once.
 
-        Raises:
-            OSError: The file system does not answer; it may be called again.
-            DivergedIslandError: The parameters are not finite.
+        After an OSError it may be called again. Raises DivergedIslandError if the parameters are
+        not finite.
         """
         self._take_snapshot()
         if self._unpublished is not None:

@@ -40,11 +40,8 @@ _PARAMETER, _OUTER, _SCALES = "parameters/", "outer/", "scales/"
 class IslandFolder:
     """The rounds, states and contributions of one fragment.
 
-    Args:
-        path: The folder.
-        parameters: This island's parameters, float32 in host memory: the initial ones if there is
-            no round yet. Those of all rounds have the same names and shapes.
-        outer_optimizer: Makes the outer optimizer of some parameters; None for a reader.
+    ``parameters`` are this island's, float32 in host memory: the initial ones if there is no round
+    yet. Those of all rounds have the same names and shapes. A reader has no ``outer_optimizer``.
     """
 
     def __init__(
@@ -134,10 +131,8 @@ class IslandFolder:
     def read_parameters(self, last: OuterRound) -> Tensors:
         """Return the global parameters after a round.
 
-        Raises:
-            FileNotFoundError: Their file is missing.
-            DamagedFileError: It is damaged.
-            ConfigError: They are those of another model.
+        Raises FileNotFoundError if their file is missing, DamagedFileError if it is damaged, and
+        ConfigError if they are those of another model.
         """
         with TensorFile(self.path / last.state) as file:
             return self._parameters_of(file)

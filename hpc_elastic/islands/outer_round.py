@@ -159,8 +159,8 @@ class OuterRound:
 def check_island(name: str) -> str:
     """Return an island's name, which is a part of names of files.
 
-    Raises:
-        ConfigError: It has other characters than letters, digits, ``_`` and ``-``, or is too long.
+    Raises ConfigError if it has other characters than letters, digits, ``_`` and ``-``, or is too
+    long.
     """
     if not _ISLAND.fullmatch(name):
         raise ConfigError("island", name, "give 1 to 64 letters, digits, _ or -")
@@ -183,12 +183,7 @@ def contribution_name(island: str, number: int) -> str:
 
 
 def staged_name(index: int, nonce: str) -> str:
-    """Return the name of a file that is being written, which is linked to its own name then.
-
-    Args:
-        index: Of the present round.
-        nonce: Hexadecimal.
-    """
+    """Return the name of a file that is being written, which is linked to its own name then."""
     return f".staged.{index}.{nonce}"
 
 
@@ -224,16 +219,11 @@ def removable(
 
     Contributions that were settled long ago; states before the last two rounds, also of attempts
     that did not become a round; rounds before the newest `RoundPolicy.kept_rounds`; files that were
-    being written 100 rounds ago, by islands that were killed.
+    being written 100 rounds ago, by islands that were killed. The file ``before`` stays: an island
+    may be reading the state before the last round.
 
     An island that is paused for longer than that could create the number of a removed round again.
     That decides nothing: the state of all islands is that of the newest round.
-
-    Args:
-        names: The listing.
-        last: The newest round.
-        before: File of the state before it, which an island may be reading.
-        policy: Of this island.
     """
     found = []
     for name in names:
@@ -268,15 +258,8 @@ def next_round(
     """Return the next round, and the factor of each contribution in its pseudo-gradient.
 
     The pseudo-gradient is the mean over the islands, weighted by tokens, of the sum of each one's
-    contributions.
-
-    Args:
-        last: The round before.
-        index: Of the next one. Those in between are damaged.
-        heads: Of all open contributions; None for one that cannot be read.
-        closer: The island that closes it.
-        nonce: For the name of its state's file.
-        policy: Of this island.
+    contributions. Rounds between ``last`` and ``index`` are damaged. ``heads`` has all open
+    contributions, with None for one that cannot be read.
     """
     weights: dict[str, float] = {}
     counted: dict[str, list[int]] = {}
@@ -308,12 +291,7 @@ def next_round(
 
 
 class RoundTimer:
-    """Decides when an island closes the next round of a fragment, by its own clock.
-
-    Args:
-        island: Its name.
-        policy: Its policy.
-    """
+    """Decides when an island closes the next round of a fragment, by its own clock."""
 
     def __init__(self, island: str, policy: RoundPolicy) -> None:
         self._island = island
@@ -325,10 +303,8 @@ class RoundTimer:
     def is_due(self, last: OuterRound, contributors: Collection[str], now: float) -> bool:
         """Return whether this island closes the round after ``last`` now.
 
-        Args:
-            last: The newest round.
-            contributors: The islands with open contributions.
-            now: Seconds of the island's own clock.
+        ``contributors`` are the islands with open contributions; ``now`` is of the island's own
+        clock.
         """
         if last.index != self._index:
             self._index, self._quorum_at, self._complete_at = last.index, None, None
@@ -358,12 +334,9 @@ class RoundTimer:
 
 @dataclass(frozen=True)
 class FolderView:
-    """What an island has found in a fragment's folder.
+    """What an island has found in a fragment's folder; ``names`` is a fresh listing.
 
-    Attributes:
-        names: A fresh listing.
-        index: Highest index of a round; 0 if there is none.
-        last: The newest round that is undamaged; None if there is none.
+    ``index`` is the highest of a round, 0 if there is none; ``last`` is the newest undamaged round.
     """
 
     names: Collection[str]
@@ -414,11 +387,8 @@ class RoundFiles(Protocol):
 class RoundSteps:
     """The procedures of one island on one fragment's folder.
 
-    Args:
-        files: The files.
-        island: Its name.
-        nonce: Hexadecimal, different for each process.
-        policy: Its policy.
+    ``nonce`` is hexadecimal, and different for each process. After an OSError (the file system does
+    not answer) a procedure may be called again.
     """
 
     def __init__(self, files: RoundFiles, island: str, nonce: str, policy: RoundPolicy) -> None:
@@ -435,11 +405,7 @@ class RoundSteps:
         """Rounds whose state cannot be read."""
 
     def view(self) -> Steps[FolderView]:
-        """Return what the folder has now.
-
-        Raises:
-            OSError: The file system does not answer.
-        """
+        """Return what the folder has now."""
         names: Collection[str] = yield self._files.names
         known = self._known
         highest = max(last_index(names), known.index if known else 0)  # a listing may be late
@@ -458,9 +424,7 @@ class RoundSteps:
     def start(self) -> Steps[FolderView]:
         """Return a view with a round; if there is none, make this island's parameters the first.
 
-        Raises:
-            DamagedFileError: There are rounds, and all are damaged.
-            OSError: The file system does not answer.
+        Raises DamagedFileError if there are rounds, and all are damaged.
         """
         view = yield from self.view()
         if view.last is not None:
@@ -479,14 +443,8 @@ class RoundSteps:
         """Publish a contribution; return its number.
 
         After an error it may be on its way to the file system. So it keeps its number until it is
-        known to be published, and no other one is published before.
-
-        Args:
-            head: Different from that of any other contribution.
-            movement: Passed to `RoundFiles.put_contribution`.
-
-        Raises:
-            OSError: It is not known to be published; call this again with the same arguments.
+        known to be published, and no other one is published before. After an OSError call this
+        again with the same arguments. ``head`` is different from that of any other contribution.
         """
         while True:
             if self._unsure is None:
@@ -509,12 +467,8 @@ class RoundSteps:
     def of_state(self, last: OuterRound, step: Callable[[], T]) -> Steps[T | None]:
         """Carry out a step that reads the state after a round, the newest one.
 
-        Returns:
-            Its result; None if there is a newer round now, or if the state is damaged or missing.
-            Then the round before counts as the newest.
-
-        Raises:
-            OSError: The file system does not answer; it may be tried again.
+        Returns its result; None if there is a newer round now, or if the state is damaged or
+        missing. Then the round before counts as the newest.
         """
         try:
             result: T = yield step
@@ -531,14 +485,8 @@ class RoundSteps:
     def close(self, view: FolderView) -> Steps[OuterRound | None]:
         """Close the next round with all open contributions, and remove what is superfluous then.
 
-        Args:
-            view: Has a round.
-
-        Returns:
-            The round; None if another island has closed it, or the state before cannot be read.
-
-        Raises:
-            OSError: The file system does not answer; it may be tried again.
+        The view must have a round. Returns None if another island has closed the next one, or the
+        state before cannot be read.
         """
         last = view.last
         assert last is not None

@@ -34,14 +34,9 @@ _BLOCK_BYTES = 16 << 20
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], values: Any) -> None:
     """Write a new file, and have the file system store it.
 
-    Args:
-        path: Of the file; it must not exist. If this fails, it does not.
-        tensors: Of host memory, by name.
-        values: Any JSON, which the checksum covers.
-
-    Raises:
-        ConfigError: A tensor has a type that the format lacks.
-        OSError: It exists, or cannot be written.
+    If this fails, the file does not exist. ``values`` are any JSON, which the checksum covers.
+    Raises ConfigError if a tensor has a type that the format lacks, and OSError if the file exists
+    or cannot be written.
     """
     entries: dict[str, dict[str, Any]] = {}
     views: list[memoryview] = []
@@ -81,8 +76,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], values: Any) 
 class TensorFile:
     """A file of `write_tensors`, open for reading; a context manager.
 
-    Attributes:
-        values: The JSON that was given to `write_tensors`.
+    ``values`` is the JSON that was given to `write_tensors`.
     """
 
     values: Any
@@ -90,10 +84,8 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         """Open the file and verify its header.
 
-        Raises:
-            FileNotFoundError: It is not there.
-            DamagedFileError: It is damaged.
-            OSError: It cannot be read.
+        Raises OSError if it cannot be read (FileNotFoundError if it is not there), and
+        DamagedFileError if it is damaged.
         """
         refresh(path)
         self._path = path
@@ -142,9 +134,8 @@ class TensorFile:
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor in host memory.
 
-        Raises:
-            DamagedFileError: It is damaged, or the file has none of that name.
-            OSError: It cannot be read.
+        Raises OSError if it cannot be read, and DamagedFileError if it is damaged or has none of
+        that name.
         """
         entry = self._entries.get(name)
         if entry is None:

@@ -384,7 +384,6 @@ class _IslandFragment:
         self._tokens, self._num_steps = 0.0, 0
 
     def count_step(self, tokens: float) -> None:
-        """Count one inner step."""
         self._tokens += tokens
         self._num_steps += 1
 

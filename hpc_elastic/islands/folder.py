@@ -167,7 +167,6 @@ class IslandFolder:
             raise
 
     def _parameters_of(self, file: TensorFile) -> Tensors:
-        """Return the parameters in a file with a state."""
         found = [n.removeprefix(_PARAMETER) for n in file.names if n.startswith(_PARAMETER)]
         parameters = {name: file.read(_PARAMETER + name) for name in found}
         if {name: tensor.shape for name, tensor in parameters.items()} != self._shapes:

@@ -301,11 +301,7 @@ class RoundTimer:
         self._complete_at: float | None = None
 
     def is_due(self, last: OuterRound, contributors: Collection[str], now: float) -> bool:
-        """Return whether this island closes the round after ``last`` now.
-
-        ``contributors`` are the islands with open contributions; ``now`` is of the island's own
-        clock.
-        """
+        """Return whether this island, by its own clock, closes the round after ``last`` now."""
         if last.index != self._index:
             self._index, self._quorum_at, self._complete_at = last.index, None, None
         if len(contributors) < self._policy.quorum:

@@ -74,19 +74,12 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], values: Any) 
 
 
 class TensorFile:
-    """A file of `write_tensors`, open for reading; a context manager.
-
-    ``values`` is the JSON that was given to `write_tensors`.
-    """
+    """A file of `write_tensors` with its JSON ``values``, open for reading; a context manager."""
 
     values: Any
 
     def __init__(self, path: Path) -> None:
-        """Open the file and verify its header.
-
-        Raises OSError if it cannot be read (FileNotFoundError if it is not there), and
-        DamagedFileError if it is damaged.
-        """
+        """Open the file, verify its header; OSError if unreadable, DamagedFileError if damaged."""
         refresh(path)
         self._path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -132,11 +125,7 @@ class TensorFile:
         return list(self._entries)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor in host memory.
-
-        Raises OSError if it cannot be read, and DamagedFileError if it is damaged or has none of
-        that name.
-        """
+        """Return a tensor in host memory; OSError if unreadable, DamagedFileError if damaged."""
         entry = self._entries.get(name)
         if entry is None:
             raise DamagedFileError(f"{self._path} has no tensor {name}")

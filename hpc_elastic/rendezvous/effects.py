@@ -179,10 +179,7 @@ class QuerySlurm:
 
 @dataclass(frozen=True)
 class QueryQueue:
-    """Let siblings start, fit time limits, and query what the queue lets the run do.
-
-    The answer goes to `LeaderState.advised`.
-    """
+    """Let siblings start, fit time limits, query the queue; report `LeaderState.advised`."""
 
     question: QueueQuestion
 

@@ -233,7 +233,7 @@ class FailurePolicy:
                 self.gone[task] = replace(lost, is_first=lost.is_first and lost.round != round_)
 
     def _is_blamed(self, round_: int) -> bool:
-        """Return whether a loss stands for those of a round."""
+        """Return whether one recorded loss counts already for all losses of a round."""
         return any(lost.is_first and lost.round == round_ for lost in self.gone.values())
 
     def explain_loss(self, state: TaskState) -> None:

@@ -314,7 +314,6 @@ class GroupChange:
         return self._send(request)
 
     def _advance_agreement(self, is_needed: bool, finishing: bool, now: float) -> list[Effect]:
-        """Advance the agreement on the step of the next checkpoint."""
         agreement = self.agreement
         if is_needed and not self._is_needed:
             agreement.hurry()
@@ -338,7 +337,6 @@ class GroupChange:
         return self._send_agreed(proposal)
 
     def _send_agreed(self, result: Proposal | Confirmation | None) -> list[Effect]:
-        """Send the members the result of a vote."""
         number, step = self.agreement.number, self.agreement.step
         match result:
             case None:
@@ -401,10 +399,7 @@ class ScaleUpDecision:
 def should_scale_up(
     members: int, newcomers_time_left_s: Sequence[float | None], outlook: Forecast
 ) -> ScaleUpDecision:
-    """Decide how many of the waiting nodes are worth a restart.
-
-    ``newcomers_time_left_s`` is None for a node without a time limit.
-    """
+    """Decide how many waiting nodes are worth a restart; one without a time limit has None."""
     cost = outlook.restart_cost_s
     if cost is None:
         return ScaleUpDecision(len(newcomers_time_left_s), "no restart was measured yet")

@@ -316,7 +316,7 @@ class Leader:
             await asyncio.sleep(_RETRY_S)
 
     def _try_if_leading(self, work: Callable[[], object]) -> bool:
-        """Return whether the leader is known; a thread waits for nothing else."""
+        """Make the call unless another agent leads; return whether the log could be read."""
         last: LogEntry | None = None
         try:
             if not self._context.log.is_removed():

@@ -671,7 +671,7 @@ class LeaveRequests:
         return self._forget(over)
 
     def _forget(self, over: list[str]) -> list[str]:
-        """Forget notices: another one of the same name is a new one."""
+        """Forget notices, so that later ones of the same names count as new."""
         for name in over:
             del self._notices[name]
         return over

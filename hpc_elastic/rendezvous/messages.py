@@ -339,10 +339,7 @@ class StacksRequest(RunMessage):
 
 @dataclass(frozen=True)
 class Probe(RunMessage):
-    """Connect to ports of other agents; answer with `Probed`.
-
-    ``peers`` are the ports by task: all of them must be reached.
-    """
+    """Connect to all these ports of other agents, by task; answer with `Probed`."""
 
     number: int
     peers: Mapping[str, Sequence[Address]] = field(
@@ -404,7 +401,7 @@ class Departed(RunMessage):
 class LeaveRequest(RunMessage):
     """A notice of this node, from any source.
 
-    ``left_s`` were left when the notice arrived; ``deadline`` is in monotonic seconds.
+    ``left_s`` is the time that was left when it arrived; ``deadline`` is in monotonic seconds.
     """
 
     reason: str

@@ -65,7 +65,7 @@ def status_of(leadership: LeaderState) -> Json:
 
 
 def _version_warnings(by_host: Mapping[str, str]) -> Iterator[str]:
-    """Yield that nodes have different versions; ``by_host``: those of each, empty if unknown."""
+    """Yield a warning if nodes have different versions, by host; an empty one is unknown."""
     found: dict[str, list[str]] = {}
     for host, versions in by_host.items():
         if versions:
@@ -169,10 +169,7 @@ _MAX_NAMED = 20
 
 
 def waiting_for(run: RunState, log_of: Callable[[str, int], str | None]) -> str:
-    """Return which nodes have joined and which are missing, with Slurm's states and their logs.
-
-    ``log_of`` maps (task, attempt) to the path of that attempt's log, None if unknown.
-    """
+    """Return which nodes have joined and which are missing, with Slurm's states and their logs."""
     least = run.rules.min_nodes
     have = "has" if least == 1 else "have"
     here = f"{len(run.participants.joined)} of at least {counted(least, 'node')} {have} joined"

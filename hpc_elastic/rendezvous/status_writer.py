@@ -31,10 +31,7 @@ _RETRY_S = 1.0
 
 
 class StatusWriter:
-    """Writes one run's files for its leader.
-
-    With ``term`` 0 this agent does not lead, and the writer writes no status.
-    """
+    """Writes a run's files for its leader; with ``term`` 0, for no leader, it writes no status."""
 
     def __init__(self, run: RunDir, run_id: str, events: EventLog, term: int) -> None:
         self.is_over = False

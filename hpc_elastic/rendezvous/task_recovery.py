@@ -309,10 +309,7 @@ class LostTaskRecovery:
         return tuple(sorted(task for task, _, _ in sure))
 
     def returning_tasks(self, view: Mapping[str, TaskState], lost: Mapping[str, int]) -> set[str]:
-        """Return the tasks that have ended in Slurm, and may yet run again.
-
-        ``lost`` has the attempt of each task that was lost or requeued (`last_here`).
-        """
+        """Return the tasks that have ended, and may yet run again (``lost``: see `last_here`)."""
         return {
             task
             for task, state in view.items()

@@ -71,10 +71,7 @@ class SlurmRendezvousHandler(RendezvousHandler):
         *,
         stores: RoundStores | None = None,
     ) -> None:
-        """Join a run.
-
-        ``stores`` creates the stores of this node's workers if they are a replica; else None.
-        """
+        """Join a run; ``stores`` are for this node's workers if they are a replica."""
         self.session = session
         self._stores = stores
         self.round: RoundInfo | None = None
@@ -156,10 +153,7 @@ class SlurmRendezvousHandler(RendezvousHandler):
 
 
 class RoundStores:
-    """Creates the store of each round, and closes the store of the round before.
-
-    ``contents`` is what each store contains from its start, by key.
-    """
+    """Creates the store of each round, with ``contents``, and closes the last round's."""
 
     def __init__(self, address: str, contents: Mapping[str, str] | None = None) -> None:
         self._address = address
@@ -268,10 +262,7 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def _make_step_folder(steps: Path, run_id: str) -> RunDir:
-    """Return the step's own folder, and remove the folders of steps from a month ago.
-
-    Raises UntrustedRunError if another user has made it, or may write it.
-    """
+    """Return the step's folder and remove month-old ones; UntrustedRunError if not this user's."""
     run = RunDir(steps / run_id)
     make_folder(run.path, parents=True, mode=0o700)
     ownership.require_own(run.path)
@@ -299,7 +290,6 @@ class _Step:
         self.make_store = stores.make
 
     def poll_tasks(self) -> Mapping[str, TaskState]:
-        """Return the tasks of the step, one for each node."""
         return self._tasks
 
     def _do_nothing(self, *_: object, **__: object) -> None:

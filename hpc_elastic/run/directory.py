@@ -375,10 +375,7 @@ class RunDir:
         return self.path / "compile"
 
     def load(self) -> RunSpec:
-        """Return the frozen description of the run.
-
-        Raises RunDirectoryError if there is none, or a newer version has written it.
-        """
+        """Return the frozen description; RunDirectoryError if missing, or of a newer version."""
         try:
             raw = parse_json(read_text(self.spec), "the run description")
             is_of_0_2 = isinstance(raw, dict) and "version" not in raw
@@ -394,10 +391,7 @@ class RunDir:
             raise RunDirectoryError(f"{self.path} {what}{e}") from e
 
     def create(self, spec: RunSpec) -> None:
-        """Make the directory with its description and a fresh secret (login node, once).
-
-        Raises RunDirectoryError if it holds a run already.
-        """
+        """Make the directory, its description and a secret; RunDirectoryError if it holds a run."""
         for folder in (self.path, self.rdzv, self.results, self.notices, self.event_logs):
             make_folder(folder, parents=True)
         if not create_atomic(self.spec, spec.to_json(), mode=0o600):

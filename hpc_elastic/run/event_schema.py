@@ -50,10 +50,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of event; ``name`` is the value of the field ``kind``.
-
-    ``fields`` are those besides the ones that all events have.
-    """
+    """A kind of event; ``fields`` are those besides the ones that all events have."""
 
     name: str
     meaning: str

@@ -22,10 +22,7 @@ _OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=(.*)", re.DOTALL)
 
 
 def redact(value: Any, *, hide: bool = False) -> Any:
-    """Return JSON values without secrets, which the keys of objects show.
-
-    ``hide`` hides all values; keys are kept.
-    """
+    """Return JSON values without secrets, by their keys; ``hide`` hides all values, and no keys."""
     if isinstance(value, dict):
         return {k: redact(v, hide=hide or is_secret(str(k))) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -257,10 +257,7 @@ class Shape:
 
     @property
     def growth(self) -> list[tuple[int, float]]:
-        """The sizes of the run and when it has them; starts within `SAME_S` are one step.
-
-        It ends where further starts are unknown.
-        """
+        """The sizes of the run and when it has them, if known; starts within `SAME_S` are one."""
         first, steps = self.starts_at, list[tuple[int, float]]()
         for number in self.sizes:
             at = self.start_of(number)

@@ -610,10 +610,7 @@ class SiteClient(SlurmClient):
     def offered_qos(
         self, user: str, cluster: str | None = None, account: str | None = None
     ) -> frozenset[str]:
-        """Return the names of the QOS that the associations of a user name.
-
-        With ``cluster`` only those on this cluster: the accounting may be of several.
-        """
+        """Return the names of the QOS that a user's associations name, on one cluster if given."""
         names = {"user": user, "cluster": cluster, "account": account}
         which = [f"{key}={value}" for key, value in names.items() if value]
         argv = ["sacctmgr", "-n", "-P", "show", "assoc", *which, "format=qos"]
@@ -633,10 +630,7 @@ class SiteClient(SlurmClient):
         self._run(["scancel", f"--signal={name}", task])
 
     def kill(self, tasks: Sequence[str]) -> None:
-        """Send SIGKILL to every process of some tasks, their batch scripts included.
-
-        Tasks that have ended are passed over.
-        """
+        """Send SIGKILL to all processes of tasks, batch scripts too; ended tasks are no error."""
         self._run_unless(parsing.ENDED, "scancel", "--full", "--signal=KILL", *tasks)
 
 

@@ -1,15 +1,15 @@
-"""Combined requests to Slurm of a run's tasks that want the same at once, through its folder.
+"""Combined requests to Slurm of tasks of a run that need the same one at the same time.
 
 A preemption of all nodes, or the requeue of all nodes, would be several commands for each of them
-in one second. Here one command is for all that want the same just then:
+in one second. Here one command serves all tasks that need the same, through the run's folder:
 
 - One task sends a query, and all whose need is older than the query read its answer: each counts
   the earlier queries, and takes the next one's answer.
 - The wall time of all tasks is queried by the first of them that needs it.
-- Each task that is ready to end wishes for a requeue, in a file. One of them, half a second later,
-  takes all wishes that are not taken yet, and carries them out; then the same for the time at which
-  they may start. A wish counts only if its attempt is the one that runs, by Slurm's last answer: an
-  agent that was killed over its wish is no reason to end the next one.
+- Each task that is ready to end requests its requeue by a file, a *wish*. One of them, half a
+  second later, takes all wishes that are not taken yet, and carries them out; then the same for the
+  time at which they may start. A wish counts only if its attempt is the one that runs, by Slurm's
+  last answer: an agent that was killed after its wish is no reason to end the next one.
 
 What does not come from others within `_TIMEOUT_S`, or fails, each task does by itself, as a task
 alone would. Everything here may be done twice; `create_atomic` decides which task does it first.
@@ -217,7 +217,7 @@ class CombinedRequests:
                 remove_behind(self._folder / name)
 
     def _counts(self, name: str, own: str) -> bool:
-        """Return whether a file is another task's wish for the attempt that runs."""
+        """Return whether a file is another task's wish for its attempt that runs now."""
         if not name.startswith("wish.") or name == own:
             return False
         state = self._listed.get(queue_name(_task_of(name)))

@@ -118,10 +118,7 @@ def _runs(numbers: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def expand_indices(indices: str) -> tuple[list[int], int | None]:
-    """Return the array indices of ``1,3-5:2%4``, and the limit of tasks at a time (None: none).
-
-    Raises ValueError if the text is malformed, or was cut short by squeue (``1-5,...``).
-    """
+    """Return the indices of ``1,3-5:2%4``, and its limit; ValueError if malformed or cut short."""
     text, percent, limit = indices.strip("[]").partition("%")
     if percent and not limit.isdecimal():
         raise ValueError(f"malformed limit in the array indices {indices!r}")

@@ -153,10 +153,7 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """One node, as ``scontrol show node`` prints it.
-
-    ``last_busy`` is when a job began or ended on it last, as Slurm prints it.
-    """
+    """One node; ``last_busy`` is when a job began or ended on it last, as Slurm prints it."""
 
     name: str
     partitions: tuple[str, ...] = ()

@@ -1,14 +1,14 @@
-"""The nodes that the tasks of a run avoid: for good, or until a node is rid of a lost task.
+"""The nodes that the tasks of a run avoid: until a time, or until a lost task has ended there.
 
     <run>/excluded_nodes.json     nodes that all tasks avoid until a time, and why
 
-The node that a task was lost with: it starts there again only when that is rid of it.
-Slurm gives up a node that does not answer (SlurmdTimeout), and requeues its tasks. Where the node
-was only cut off, or stood still, their last attempts live on and are ended when it is back. But
-it is given work in that same moment, and still has the job id of a task that comes back too soon:
-Slurm drains the node ("Duplicate jobid") then, and holds the task ("launch failed requeued
-held"), however long the node was away (measured on 22.05 and 26.05). So a task whose end was not
-observed avoids its last node, by ExcNodeList,
+A lost task starts on its last node again only when no process of it can run there any more. Slurm
+gives up a node that does not answer (SlurmdTimeout), and requeues its tasks. Where the node was
+only cut off, or stood still, their last attempts live on and are ended when it is back. But it is
+given work in that same moment, and still has the job id of a task that comes back too soon: Slurm
+drains the node ("Duplicate jobid") then, and holds the task ("launch failed requeued held"),
+however long the node was away (measured on 22.05 and 26.05). So a task whose end was not observed
+avoids its last node, by ExcNodeList,
 
 - until that has been up for ``RID_S``, as the run's leaders observe it, or has no power; or
 - until its last attempt, which notices its requeue late, exits in good order.
@@ -118,10 +118,7 @@ def avoided_nodes(run: RunDir, task: str) -> tuple[list[str], list[str]]:
 
 
 def quarantine_node(run: RunDir, task: str, node: str, client: SlurmClient) -> None:
-    """Let a task that waits avoid its last node for now.
-
-    After a SlurmCommandError or OSError the task may start there.
-    """
+    """Let a task that waits avoid its last node for now; after an error it may start there."""
     name = queue_name(task)
     if node in (client.excluded(name) or ()) and node not in excluded(run):
         return  # by this, or because the user has excluded it
@@ -175,7 +172,7 @@ def lift_quarantine(run: RunDir, tasks: Iterable[str], client: SlurmClient, now:
 
 
 def _lift_quarantine(run: RunDir, file: Path, client: SlurmClient) -> None:
-    """Let a task that waits start on a node, unless the run has come to avoid that for good."""
+    """Let a task that waits start on a node, unless the whole run avoids that node by now."""
     task, _, node = file.name.partition("@")
     if node in excluded(run) or client.readmit(task, node):
         file.unlink(missing_ok=True)

@@ -313,7 +313,6 @@ class Scheduler:
 
 
 def _runs_array(job: JobIdentity, files: ArrayFiles) -> bool:
-    """Return whether a job runs an array of the run."""
     if job.script == str(files.script):
         return True
     with contextlib.suppress(OSError):  # a copy, see `hpc-elastic submit --dry-run --output`

@@ -69,9 +69,8 @@ class _Link(Enum):
 class FollowerState:
     """One agent's state: its leader, its round and its notice.
 
-    Args:
-        stays: Whether the agent's workers continue without a leader.
-        generation: The run's generation when this agent's task was submitted.
+    If it ``stays``, its workers continue without a leader. ``generation`` is the run's when this
+    agent's task was submitted.
     """
 
     def __init__(

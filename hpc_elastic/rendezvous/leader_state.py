@@ -84,13 +84,7 @@ _SHORT_LONGEST_S = 15.0
 
 
 class LeaderState:
-    """One leader in one term.
-
-    Attributes:
-        at: The last entry of this term that is appended; the next decision is the one after it.
-        progress: The last report of each member's workers.
-        last_step: The step in the newest report; None before one.
-    """
+    """One leader in one term; ``at`` is its last entry that is appended."""
 
     round_rules: type[RoundState] = RoundState
     replica_rules: type[ReplicaState] = ReplicaState

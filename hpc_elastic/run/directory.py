@@ -154,7 +154,7 @@ class Pool:
 
     @property
     def time_min_s(self) -> float | None:
-        """The least time limit of a waiting task (`slurm.time_slots`); None: its limit is fixed."""
+        """The least time limit of a waiting task (`site.limits`); None: its limit is fixed."""
         return self._limit_s("time_min")
 
     def _limit_s(self, key: Literal["time", "time_min"]) -> float | None:

@@ -125,13 +125,10 @@ _TYPICAL = StepTimeModel(0.05, 0.95, 0.0)
 
 @dataclass(frozen=True)
 class NodeDemand:
-    """One run that competes for nodes.
+    """One run that competes for nodes; its number of them is a multiple of ``unit_nodes``.
 
-    Attributes:
-        nodes: Those that it has; 0 if it waits.
-        unit_nodes: It has a multiple of this number.
-        step_times: Its measured seconds of a step by number of nodes.
-        steps_left: Steps to its end; None if unknown.
+    ``step_times`` are measured seconds of a step by number of nodes; ``steps_left`` lead to its
+    end.
     """
 
     nodes: int

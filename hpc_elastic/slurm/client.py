@@ -46,11 +46,8 @@ class SlurmClient:
     """Runs Slurm's commands as the present user (login node and agents).
 
     Every method raises `SlurmCommandError` if the command is not installed, fails or does not
-    answer in time; it holds the command line and Slurm's message.
-
-    Args:
-        timeout_s: Seconds that a command may take; None: 10, or more than the site's MessageTimeout
-            if that is longer.
+    answer in time; it holds the command line and Slurm's message. The default of ``timeout_s`` is
+    10 s, or more than the site's MessageTimeout if that is longer.
     """
 
     def __init__(

@@ -74,10 +74,8 @@ class Meaning(Enum):
 class ExitFacts:
     """What is known when a task has to exit.
 
-    Attributes:
-        state: Its state in Slurm now; None if Slurm has no such task any more.
-        attempt: Number of its requeues when this attempt began; None if unknown.
-        requeues_left: How often it may come back; None: without a limit.
+    ``state`` is None if Slurm has no such task any more, ``attempt`` (the number of its requeues)
+    if unknown, ``requeues_left`` without a limit.
     """
 
     reason: Reason

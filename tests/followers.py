@@ -28,9 +28,9 @@ MANY = replace(ENTRY, members=tuple(Agent(f"8_{i}", 0, i, "n", 1) for i in range
 REFUSED, UNREACHABLE = True, False
 
 
-def agent(me: Agent = B, now: float = 0.0, liveness: HeartbeatConfig = LIVENESS) -> FollowerState:
+def agent(me: Agent = B, now: float = 0.0, heartbeat: HeartbeatConfig = LIVENESS) -> FollowerState:
     """An agent that requests a place and has not read the log yet."""
-    following = FollowerState(me, liveness, now)
+    following = FollowerState(me, heartbeat, now)
     assert following.join() == []
     return following
 

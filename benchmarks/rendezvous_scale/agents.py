@@ -38,7 +38,7 @@ from hpc_elastic.rendezvous.messages import (
 )
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.transport.connection import ClientConnection, connect
-from rendezvous_scale.leading import SECRET, liveness, member
+from rendezvous_scale.leading import SECRET, heartbeat, member
 from rendezvous_scale.process import allow_files
 
 _TICKS_A_BEAT = 2
@@ -72,7 +72,7 @@ class LightAgent:
         self.me = me
         self.rank: int | None = None
         self.stream: ClientConnection | None = None
-        self.following = FollowerState(me, group.liveness, time.monotonic())
+        self.following = FollowerState(me, group.heartbeat, time.monotonic())
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -149,7 +149,7 @@ class Group:
 
     def __init__(self, entry: LogEntry, size: int, folder: Path) -> None:
         self.entry = entry
-        self.liveness = liveness(size)
+        self.heartbeat = heartbeat(size)
         self._register = DecisionLog(RunDir(folder).rdzv, SECRET)
         self.tries = 0
         self._agents = [LightAgent(self, member(slot)) for slot in range(size)]
@@ -193,7 +193,7 @@ class Group:
         done, now = 0.0, time.monotonic()
         while True:
             size, before, now = len(self._agents), now, time.monotonic()
-            tick_s = self._agents[0].following.liveness.heartbeat_interval_s / _TICKS_A_BEAT
+            tick_s = self._agents[0].following.heartbeat.heartbeat_interval_s / _TICKS_A_BEAT
             due = done + min(1.0, (now - before) / tick_s) * size
             for i in range(int(done), int(due)):
                 agent = self._agents[i % size]

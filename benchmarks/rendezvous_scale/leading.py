@@ -29,7 +29,7 @@ def member(slot: int, attempt: int = 0) -> Agent:
     return Agent(f"1000_{slot}", attempt, slot, f"node{slot:05d}", nproc=8)
 
 
-def liveness(size: int) -> HeartbeatConfig:
+def heartbeat(size: int) -> HeartbeatConfig:
     """Return what a run of so many nodes has by default."""
     defaults = RendezvousSettings()
     return HeartbeatConfig.of(defaults.heartbeat_interval_s, defaults.heartbeat_timeout_s, size)
@@ -99,7 +99,7 @@ def _context(size: int, folder: Path) -> LeaderContext:
     log = DecisionLog(run.rdzv, SECRET)
     return LeaderContext(
         rules,
-        liveness(size),
+        heartbeat(size),
         SECRET,
         log,
         partial(StatusWriter, run, "scale", events),

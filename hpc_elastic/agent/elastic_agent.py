@@ -149,18 +149,18 @@ class ElasticAgent(LocalElasticAgent):
         self,
         spec: WorkerSpec,
         handler: SlurmRendezvousHandler,
-        workplace: AgentContext,
+        context: AgentContext,
         warm_workers: WarmWorkerPool,
     ) -> None:
-        logs = RoundLogs(workplace.place.logs, workplace.times)
-        self._retention = LogRetention(workplace.place.logs, workplace.attempt)
+        logs = RoundLogs(context.place.logs, context.times)
+        self._retention = LogRetention(context.place.logs, context.attempt)
         super().__init__(spec, logs, exit_barrier_timeout=0)
         self._handler = handler
         self._session = handler.session
-        self._workplace = workplace
+        self._agent_context = context
         self._channel: WorkerChannel | None = None
         self._drain: preemption.DrainController | None = None
-        self._saves = CheckpointFailureLog(workplace.events.write_behind)
+        self._saves = CheckpointFailureLog(context.events.write_behind)
         self._hangs: HangWatch | None = None
         self._training: TrainingWatch | None = None
         self._exits: ExitWatch | None = None
@@ -203,9 +203,9 @@ class ElasticAgent(LocalElasticAgent):
             deadline = time.monotonic() + _IMPORT_S
             while (
                 self._handler.round is None
-                and self._workplace.notices.current is None
+                and self._agent_context.notices.current is None
                 and not (session.verdict or session.departed or session.requeued)
-                and is_training(self._workplace.run.status)
+                and is_training(self._agent_context.run.status)
                 and time.monotonic() <= deadline
                 and not self._warm_workers.await_imports(_LOOK_UP_S)
             ):
@@ -253,10 +253,10 @@ class ElasticAgent(LocalElasticAgent):
 
     def _start_again(self, worker_group: WorkerGroup, refused: _RefusedStart) -> None:
         """Repeat a start that was refused; after a while, report that as the workers' failure."""
-        now, place = time.monotonic(), self._workplace.place
+        now, place = time.monotonic(), self._agent_context.place
         if self._awaits_leader or now < refused.again_at:
             return
-        if self._workplace.notices.current is not None:
+        if self._agent_context.notices.current is not None:
             self._awaits_leader = True
             self._session.leave_now()
         elif now < refused.since + _START_WITHIN_S:
@@ -271,14 +271,14 @@ class ElasticAgent(LocalElasticAgent):
             self._session.report(Failed([failure]))
 
     def _start_once(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        workplace, round_ = self._workplace, self._round
-        replica, notices = workplace.replica, workplace.notices
+        context, round_ = self._agent_context, self._round
+        replica, notices = context.replica, context.notices
         self._remaining_restarts = max(0, worker_group.spec.max_restarts - round_.restarts)
         self._retention.start_round(round_.number, round_.restarts, had_step=self._has_begun)
         self._awaits_leader = self._filled = self._has_begun = False
-        workplace.control.restore()
+        context.control.restore()
         self.pages = {
-            w.global_rank: SharedPage.create(workplace.control.path, w.local_rank)
+            w.global_rank: SharedPage.create(context.control.path, w.local_rank)
             for w in worker_group.workers
         }
         self._started_at, self._started_time = time.monotonic(), time.time()
@@ -286,38 +286,38 @@ class ElasticAgent(LocalElasticAgent):
         self._channel = WorkerChannel(self._session, pages)
         self._saves.watch(self.pages.get(_FIRST_RANK))
         by_its_script = partial(
-            preemption.why_leave_now, since=self._started_at, saves_itself=not workplace.is_local
+            preemption.why_leave_now, since=self._started_at, saves_itself=not context.is_local
         )
         why_leave = by_its_script if replica is None else replica.why_leave
         self._drain = preemption.DrainController(self._session, notices, pages, why_leave)
         watched = [
             WatchedWorker(
                 rank - round_.first_rank, page, self._files(rank),
-                stacks_file(workplace.control.path, rank - round_.first_rank),
+                stacks_file(context.control.path, rank - round_.first_rank),
             )
             for rank, page in self.pages.items()
         ]  # fmt: skip
         self._hangs = HangWatch(
-            self._session, watched, after_s=workplace.settings.hang_timeout_s,
+            self._session, watched, after_s=context.settings.hang_timeout_s,
             first_step=first_step_limit(
-                workplace.settings.first_step_timeout_s, workplace.settings.hang_timeout_s,
+                context.settings.first_step_timeout_s, context.settings.hang_timeout_s,
                 self._longest_start_s,
             ),
-            place=workplace.place,
-            alone=None if replica is None else (replica.me, workplace.events.write),
-            gpus_fail=workplace.observer.gpus_fail,
+            place=context.place,
+            alone=None if replica is None else (replica.me, context.events.write),
+            gpus_fail=context.observer.gpus_fail,
         )  # fmt: skip
         world_size = None if replica is not None else round_.world_size
-        self._training = TrainingWatch(world_size, workplace.place.host, workplace.events)
-        workplace.observer.start_round(self.pages, self._pids_by_rank, world_size)
+        self._training = TrainingWatch(world_size, context.place.host, context.events)
+        context.observer.start_round(self.pages, self._pids_by_rank, world_size)
         os.environ[ROUND_VARIABLE] = str(round_.number)
         os.environ[THROUGHPUTS_VARIABLE] = round_.throughputs
-        os.environ[fencing.VARIABLE] = str(fencing.entry_path(workplace.run.rdzv, round_.index))
+        os.environ[fencing.VARIABLE] = str(fencing.entry_path(context.run.rdzv, round_.index))
         if replica is not None:
             os.environ.update(replica.environment(round_))
             replica.expect_workers(round_, self._handler.server)
         # made-up names of local nodes have no address
-        hosts = ",".join(["localhost"] * round_.group_size) if workplace.is_local else round_.hosts
+        hosts = ",".join(["localhost"] * round_.group_size) if context.is_local else round_.hosts
         with made_from(self._warm_workers, hosts, round_.workers):
             return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
@@ -332,12 +332,12 @@ class ElasticAgent(LocalElasticAgent):
             if process_state(pid) == "T":  # stopped by a signal: only SIGKILL ends it in time
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        self._shutdown(timeout=self._workplace.settings.stop_timeout_s)
+        self._shutdown(timeout=self._agent_context.settings.stop_timeout_s)
         process_cleanup.kill_strays(self._warm_workers.pids)
         if self.pages and self._session.verdict is None:
             fields = last_step_fields(page.read() for page in self.pages.values())
-            self._workplace.events.write(
-                "workers_stopped", attempt=self._workplace.attempt, round=self._round.number,
+            self._agent_context.events.write(
+                "workers_stopped", attempt=self._agent_context.attempt, round=self._round.number,
                 **fields,
             )  # fmt: skip
 
@@ -345,10 +345,10 @@ class ElasticAgent(LocalElasticAgent):
         """Report the outcome of the workers to the leader, once; torch receives the verdict."""
         self._saves.poll()
         with suppress(OSError):  # tried again
-            self._workplace.control.restore()
+            self._agent_context.control.restore()
         verdict = self._session.verdict
         if verdict is not None and verdict.status == "succeeded":
-            self._exits = self._exits or ExitWatch(self._workplace, time.monotonic())
+            self._exits = self._exits or ExitWatch(self._agent_context, time.monotonic())
             if not self._exits.is_over(self._processes_by_rank(), time.monotonic()):
                 return RunResult(state=WorkerState.HEALTHY)
             ranks = [w.global_rank for w in worker_group.workers]
@@ -374,8 +374,8 @@ class ElasticAgent(LocalElasticAgent):
             if fields is not None:
                 self._has_begun = True
                 self._longest_start_s = max(self._longest_start_s or 0.0, fields["start_s"])
-                self._workplace.events.write_behind(  # a file system that hangs delays no watch
-                    "first_step", attempt=self._workplace.attempt, round=self._round.number,
+                self._agent_context.events.write_behind(  # a file system that hangs delays no watch
+                    "first_step", attempt=self._agent_context.attempt, round=self._round.number,
                     **fields,
                 )  # fmt: skip
         if not self._awaits_leader:
@@ -399,16 +399,16 @@ class ElasticAgent(LocalElasticAgent):
             return
         # by os._exit, or of what a command has exec'ed
         is_clean = not any(failure.exitcode for failure in failures.values())
-        if failures and is_clean and self._workplace.is_command:
+        if failures and is_clean and self._agent_context.is_command:
             self._await_notice()  # by which a script's handler may have ended it
-            if self._workplace.notices.current is None:
+            if self._agent_context.notices.current is None:
                 for rank in failures:
                     self.pages[rank].report_return()
                 return
         self._awaits_leader = True
         if failures:
             self._channel = self._drain = None
-            self._shutdown(timeout=self._workplace.settings.stop_timeout_s)
+            self._shutdown(timeout=self._agent_context.settings.stop_timeout_s)
             # those hold GPU memory, which the next worker needs
             process_cleanup.kill_strays(self._warm_workers.pids)
             self._report(failures)
@@ -416,7 +416,7 @@ class ElasticAgent(LocalElasticAgent):
         # A script may set a flag at SIGTERM, save, and return before its last step: it leaves.
         if any(w.step is not None and w.step < (w.total_steps or 0) for w in workers):
             self._await_notice()
-            if self._workplace.notices.current is not None:
+            if self._agent_context.notices.current is not None:
                 _log.warning("the function has returned under notice, before its last step")
                 self._session.leave_now()
                 return
@@ -446,11 +446,11 @@ class ElasticAgent(LocalElasticAgent):
         A worker's process group may be gone before its process is: its peers fail of that, and
         their agents report first.
         """
-        if self._awaits_leader or self._session.verdict or self._workplace.replica is not None:
+        if self._awaits_leader or self._session.verdict or self._agent_context.replica is not None:
             return
         failures = {}
         for rank in self.pages:
-            code = worker_failures.told_exit_code(self._files(rank))
+            code = worker_failures.recorded_exit_code(self._files(rank))
             if code is not None:
                 failures[rank] = worker_failures.EndedWorker(rank - self._round.first_rank, code)
         failures |= self._ended_by_themselves()
@@ -464,7 +464,7 @@ class ElasticAgent(LocalElasticAgent):
         All of them end because of a notice where its signals have come: Slurm may send them to each
         process. Under any notice a script may save, and end its process.
         """
-        place = self._workplace.place
+        place = self._agent_context.place
         found = [
             worker_failures.describe(failure, self._files(rank), place, self.pages[rank].read())
             for rank, failure in failures.items()
@@ -472,7 +472,7 @@ class ElasticAgent(LocalElasticAgent):
         have_exited = any(f.signal is None and f.exception in (None, "SystemExit") for f in found)
         if have_exited:
             self._await_notice()
-        notice = self._workplace.notices.current
+        notice = self._agent_context.notices.current
         if notice is not None and (have_exited or notice.reason is Reason.SIGNAL):
             _log.warning("workers have ended under notice: %s", [f.message for f in found])
             self._session.leave_now()
@@ -482,7 +482,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def _await_notice(self) -> None:
         deadline = time.monotonic() + _NOTICE_MAY_COME_S
-        while self._workplace.notices.current is None and time.monotonic() < deadline:
+        while self._agent_context.notices.current is None and time.monotonic() < deadline:
             time.sleep(_LOOK_FOR_NOTICE_S)
 
     def _maintain_warm_workers(self) -> None:
@@ -491,7 +491,7 @@ class ElasticAgent(LocalElasticAgent):
         codes = [code for code in codes if code != -signal.SIGTERM]  # a preemption ends them all
         if codes:
             why = name_of(-codes[0]) if codes[0] < 0 else f"exit code {codes[0]}"
-            where = self._workplace
+            where = self._agent_context
             where.events.write_behind("warm_worker_died", host=where.place.host, why=why)
         if self._filled:
             return
@@ -501,7 +501,7 @@ class ElasticAgent(LocalElasticAgent):
             self._warm_workers.fill(paced=True)
 
     def _files(self, rank: int) -> worker_failures.WorkerFiles:
-        return worker_failures.WorkerFiles(self._workplace.place.logs, self._round.number, rank)
+        return worker_failures.WorkerFiles(self._agent_context.place.logs, self._round.number, rank)
 
     def _construct_event(
         self, state: str, source: EventSource, *_arguments: Any, **_fields: Any
@@ -555,7 +555,7 @@ class WorkerProcess(SubprocessHandler):
     ) -> None:
         self._warm_workers = warm_workers
         self._group = group
-        self._was_told_to_end = False
+        self._end_requested = False
         super().__init__(*args, **options)
         for file in (self._stdout, self._stderr):
             if file is not None:
@@ -563,14 +563,14 @@ class WorkerProcess(SubprocessHandler):
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """Send the worker, and what is in its process group, a signal; `STOP` for SIGTERM."""
-        self._was_told_to_end = self._was_told_to_end or self.proc.poll() is None
+        self._end_requested = self._end_requested or self.proc.poll() is None
         with suppress(ProcessLookupError):  # it has ended since torch looked, as its peers have
             super().close(STOP if death_sig in (None, signal.SIGTERM) else death_sig)
 
     @property
     def own_exit_code(self) -> int | None:
         """The exit code of a worker that has ended by itself; None if it has not."""
-        return None if self._was_told_to_end else self.proc.poll()
+        return None if self._end_requested else self.proc.poll()
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
         outputs = [
@@ -607,8 +607,8 @@ class ExitWatch:
     processes are ended. Under notice it is over before the node is taken.
     """
 
-    def __init__(self, workplace: AgentContext, now: float) -> None:
-        self._workplace = workplace
+    def __init__(self, context: AgentContext, now: float) -> None:
+        self._agent_context = context
         self._since = now
         self._is_named = False
 
@@ -622,8 +622,8 @@ class ExitWatch:
                     how = f"by {name_of(-code)}" if code < 0 else f"with exit code {code}"
                     self._write([rank], now, f"it ended {how}; the run has succeeded")
             return True
-        limit_s = self._workplace.settings.exit_timeout_s
-        notice = self._workplace.notices.current
+        limit_s = self._agent_context.settings.exit_timeout_s
+        notice = self._agent_context.notices.current
         until = self._since + limit_s
         if notice is not None:
             until = min(until, notice.by - _LEAVES_IN_S)
@@ -634,15 +634,16 @@ class ExitWatch:
         if not self._is_named and now >= self._since + _SLOW_EXIT_S:
             self._is_named = True
             process = processes[alive[0]]
-            dump = stacks_file(self._workplace.control.path, process.local_rank_id)
+            dump = stacks_file(self._agent_context.control.path, process.local_rank_id)
             text = take_stacks(process.proc.pid, dump)
             at = f" at {describe_place(parse_main_thread(text))}" if text else ""
             self._write(alive, now, f"still running{at}; ended after {limit_s:g} s at the latest")
         return False
 
     def _write(self, ranks: Sequence[int], now: float, how: str) -> None:
-        self._workplace.events.write(
-            "slow_exit", host=self._workplace.place.host, ranks=[{"rank": rank} for rank in ranks],
+        context = self._agent_context
+        context.events.write(
+            "slow_exit", host=context.place.host, ranks=[{"rank": rank} for rank in ranks],
             waited_s=round(now - self._since, 1), how=how,
         )  # fmt: skip
 

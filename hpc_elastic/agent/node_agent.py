@@ -125,9 +125,9 @@ def _time_limit(task: Task, started: float) -> preemption.TimeLimitSource:
         return None if state is None or state.has_replaced(task.attempt) else state.time_left_s
 
     return preemption.TimeLimitSource(
-        foresee=lambda: requeue.predict_exit_action(task.name, combined, attempt=task.attempt),
+        predict_exit=lambda: requeue.predict_exit_action(task.name, combined, attempt=task.attempt),
         time_left_s=time_left_s,
-        told_left_s=None if end_s is None else end_s - time.time(),
+        known_left_s=None if end_s is None else end_s - time.time(),
         # not all tasks at once; for a limit of Slurm's own, the first one asks for all
         spread_s=min(30.0, task.num_in_array / 100),
         first_spread_s=min(30.0, float(task.num_in_array - 1)),
@@ -286,7 +286,7 @@ class NodeAgent:
         launcher = spec.settings.launcher
         longest_s = longest_join_s(launcher.rendezvous.join_timeout_s, launcher.below_min_timeout_s)
         handler = SlurmRendezvousHandler(session, spec.run_id, longest_s, stores=stores)
-        workplace = AgentContext(
+        context = AgentContext(
             place=NodeIdentity(task.name, host, task.logs),
             attempt=task.attempt,
             control=self._control,
@@ -311,7 +311,7 @@ class NodeAgent:
             max_restarts=launcher.max_restarts,
             monitor_interval=launcher.agent.monitor_interval_s,
         )
-        agent = ElasticAgent(worker_spec, handler, workplace, warm_workers)
+        agent = ElasticAgent(worker_spec, handler, context, warm_workers)
 
         def sample() -> Sample:
             self._events.append([])
@@ -353,7 +353,7 @@ class NodeAgent:
                 spec.settings, in_sweep=self._queue is not None,
                 fits_time_limits=any(pool.restored_limit_s is not None for pool in spec.pools),
             ),
-            liveness=HeartbeatConfig.of(
+            heartbeat=HeartbeatConfig.of(
                 settings.heartbeat_interval_s, settings.heartbeat_timeout_s,
                 spec.settings.nodes.max, self._mount.refreshed_stale_s,
             ),
@@ -362,7 +362,7 @@ class NodeAgent:
             make_status_writer=partial(StatusWriter, run, spec.run_id, events),
             scheduler=self._scheduler,
             queue=self._queue,
-            notices=RunFiles(run),
+            files=RunFiles(run),
             generation=spec.generation,
             timing=leader.LeaderTiming.of(self._mount),
         )  # fmt: skip

@@ -230,9 +230,9 @@ class DrainController:
         self._notices = notices
         self._pages = pages
         self._why_leave = why_leave
-        self._heard: LeaveRequest | None = None
-        self._wish: float | None = None
-        self._shown: float | None = None
+        self._leader_request: LeaveRequest | None = None
+        self._worker_request: float | None = None
+        self._published: float | None = None
         self._leaves = False
 
     def poll(self, now: float) -> None:
@@ -241,19 +241,19 @@ class DrainController:
         departure_s = measured_departure_s(workers)
         if departure_s is not None:
             self._notices.departure_s = departure_s
-        heard = self._leader.leave_request
-        if heard is not None and heard != self._heard:
-            self._heard = heard
-            self._notices.add(PreemptionNotice(Reason.ASKED, heard.deadline))
-        wish = min((w.leave_by for w in workers if w.leave_by is not None), default=None)
-        if wish is not None and wish != self._wish:
-            self._wish = wish
-            self._notices.add(PreemptionNotice(Reason.ASKED, wish))
+        request = self._leader.leave_request
+        if request is not None and request != self._leader_request:
+            self._leader_request = request
+            self._notices.add(PreemptionNotice(Reason.ASKED, request.deadline))
+        wanted = min((w.leave_by for w in workers if w.leave_by is not None), default=None)
+        if wanted is not None and wanted != self._worker_request:
+            self._worker_request = wanted
+            self._notices.add(PreemptionNotice(Reason.ASKED, wanted))
         notice = self._notices.current
         if notice is None or self._leaves:
             return
-        if notice.by != self._shown:
-            self._shown = notice.by
+        if notice.by != self._published:
+            self._published = notice.by
             for page in self._pages:
                 page.set_deadline(notice.by)
         why = self._why_leave(notice, workers, now)
@@ -268,17 +268,17 @@ class TimeLimitSource:
     """What Slurm reports about this task. Both calls may block for seconds.
 
     Attributes:
-        foresee: Returns how the task would end now; None where Slurm does not answer.
+        predict_exit: Returns how the task would end now; None where Slurm does not answer.
         time_left_s: Returns what is left of its wall time, None where it has no end; raises
             `SlurmCommandError` where Slurm does not answer.
-        told_left_s: What is left of it, as far as that is known without a query; None: unknown.
+        known_left_s: What is left of it, as far as that is known without a query; None: unknown.
         spread_s: All tasks query within this many seconds whether their limit was changed.
         first_spread_s: The same for the first query, where nothing is known.
     """
 
-    foresee: Callable[[], ExitAction | None]
+    predict_exit: Callable[[], ExitAction | None]
     time_left_s: Callable[[], float | None]
-    told_left_s: float | None = None
+    known_left_s: float | None = None
     spread_s: float = 0.0
     first_spread_s: float = 0.0
 
@@ -307,8 +307,8 @@ class PreemptionWatcher:
         self._planned: tuple[float, PreemptionNotice] | None = None
         """When the notice of the end of the wall time is due, and the notice."""
         self._ask_at: float | None = None
-        if scheduler is not None and scheduler.told_left_s is not None:
-            self._plan(self._started_at + scheduler.told_left_s)
+        if scheduler is not None and scheduler.known_left_s is not None:
+            self._plan(self._started_at + scheduler.known_left_s)
         elif scheduler is not None:
             self._ask_at = self._started_at + random.uniform(0.0, scheduler.first_spread_s)
         self._ended = threading.Event()
@@ -334,7 +334,7 @@ class PreemptionWatcher:
                 _log.warning("this node is to be left: %s", number.name)
                 self._notices.add(notice)
                 if notice.reason is Reason.SIGNAL and self._scheduler is not None:
-                    how = self._scheduler.foresee()
+                    how = self._scheduler.predict_exit()
                     self._notices.add(of_departure(how, self._pool, came_at))
             self._check_clock()
 

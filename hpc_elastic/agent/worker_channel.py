@@ -96,7 +96,7 @@ class WorkerChannel:
         self._reported: tuple[int, int] | None = None
         self._paused_since: float | None = None
         self._wanted = 0
-        self._shown: CheckpointRequest | None = None
+        self._request: CheckpointRequest | None = None
         self._votes_first = self._votes_last = False
         """Whether the first vote on the request is due, and the one when it is done."""
         self._is_doubtful = False
@@ -108,12 +108,12 @@ class WorkerChannel:
         workers = [page.read() for page in self._pages]
         furthest = max((w.passed for w in workers if w.passed is not None), default=None)
         self._pace.record_count(furthest, now)
-        if self._shown is not None:
-            vote = self._vote(self._shown, workers, furthest)
+        if self._request is not None:
+            vote = self._vote(self._request, workers, furthest)
             if vote is not None:
                 ok, passed = vote
                 rate = self._pace.rate or 0.0
-                self._leader.report(Vote(self._shown.number, ok, passed, rate))
+                self._leader.report(Vote(self._request.number, ok, passed, rate))
         self._report_checkpoint(workers, now)
         wanted = sum(w.wanted for w in workers)
         if wanted != self._wanted:
@@ -122,14 +122,14 @@ class WorkerChannel:
 
     def _show(self, request: CheckpointRequest | None) -> None:
         """Write a new request, or a new state of the last one, on all pages."""
-        shown, self._shown = self._shown, request
-        if request == shown:
+        before, self._request = self._request, request
+        if request == before:
             return
         for page in self._pages:
             page.request_checkpoint(request)
         if request is None:
             self._votes_first = self._votes_last = False
-        elif shown is None or request.number != shown.number:
+        elif before is None or request.number != before.number:
             self._votes_first = self._votes_last = True
             self._is_doubtful = False
             self._sleep(SEEN_AFTER_S)

@@ -89,7 +89,7 @@ def earliest(failures: Iterable[Failure]) -> list[Failure]:
     return found
 
 
-def told_exit_code(files: WorkerFiles) -> int | None:
+def recorded_exit_code(files: WorkerFiles) -> int | None:
     """Return the exit code of a worker that has written down its failure; None if it has not.
 
     Its process may live on for a while: threads are waited for, and exit handlers run.

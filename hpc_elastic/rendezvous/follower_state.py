@@ -76,7 +76,7 @@ class FollowerState:
     def __init__(
         self,
         me: Agent,
-        liveness: HeartbeatConfig,
+        heartbeat: HeartbeatConfig,
         now: float,
         *,
         stays: bool = False,
@@ -86,7 +86,7 @@ class FollowerState:
         self._generation = generation
         self._stays = stays
         self.joining = False
-        self.liveness = liveness
+        self.heartbeat = heartbeat
         self._link = _Link.DOWN
         self._entry: LogEntry | None = None
         """The entry of the present leader, or of the last one that was tried."""
@@ -174,20 +174,20 @@ class FollowerState:
         """Time has passed; call it at least every `HeartbeatConfig.heartbeat_interval_s`."""
         if self._over:
             return []
-        late_s, self._ticked = now - self._ticked - self.liveness.heartbeat_interval_s, now
+        late_s, self._ticked = now - self._ticked - self.heartbeat.heartbeat_interval_s, now
         if late_s > _PUNCTUAL_S:
             self._last_message = min(now, self._last_message + late_s)
             self._watch.on_suspended(late_s)
         if self._link is not _Link.UP:
             return self._read_log_if_due(now)
         effects: list[Effect] = []
-        if now - self._beaten >= self.liveness.heartbeat_interval_s:
+        if now - self._beaten >= self.heartbeat.heartbeat_interval_s:
             self._beaten = now
             effects.append(SendToLeader(messages.Heartbeat()))
         silence_s = now - self._last_message
-        if silence_s > self.liveness.heartbeat_timeout_s:
+        if silence_s > self.heartbeat.heartbeat_timeout_s:
             return effects + self._on_leader_lost(f"silent for {silence_s:.1f} s", now)
-        if silence_s > 1.5 * self.liveness.heartbeat_interval_s:
+        if silence_s > 1.5 * self.heartbeat.heartbeat_interval_s:
             effects += self._read_log_if_due(now)  # observe the lease early, for a later claim
         return effects
 
@@ -342,7 +342,7 @@ class FollowerState:
     def _on_leader_lost(self, why: str, now: float) -> list[Effect]:
         """Stop the workers, unless they stay, and search for a leader."""
         self._link = _Link.DOWN
-        self._watch.since = min(now, self._last_message + self.liveness.heartbeat_interval_s)
+        self._watch.since = min(now, self._last_message + self.heartbeat.heartbeat_interval_s)
         self._watch.refused_since, self._watch.queried = None, False
         behind = max(0, self._claim_rank() - _NUM_WATCHERS)
         self._read_due = now + min(_READ_STAGGER_S * behind, _MAX_STAGGER_S)
@@ -392,12 +392,12 @@ class FollowerState:
             if confirmed_at > now:
                 self._read_due = min(self._read_due, confirmed_at)
         is_watcher = self._claim_rank() < _NUM_WATCHERS
-        longest_s = self.liveness.heartbeat_interval_s if is_watcher else _MAX_READ_PAUSE_S
+        longest_s = self.heartbeat.heartbeat_interval_s if is_watcher else _MAX_READ_PAUSE_S
         self._read_pause_s = min(longest_s, 1.3 * self._read_pause_s)
 
     def _may_claim(self, number: int, entry: LogEntry | None, now: float) -> bool:
         damaged = entry is None or entry.index != number
-        if not self._watch.is_dead(self.liveness, now, damaged=damaged):
+        if not self._watch.is_dead(self.heartbeat, now, damaged=damaged):
             self._dead_since = None
             return False
         if self._dead_since is None:
@@ -470,17 +470,17 @@ class LeaderFailureDetector:
         self.lease_since = self.seen_since = None
         self.refused_since = None
 
-    def is_dead(self, liveness: HeartbeatConfig, now: float, *, damaged: bool) -> bool:
+    def is_dead(self, heartbeat: HeartbeatConfig, now: float, *, damaged: bool) -> bool:
         """Return whether the next term may be claimed; ``damaged``: its entry does not verify."""
         if not damaged and self.slurm_says_dead:
             return True
         if not damaged and self.refused_since is not None:
             return now - self.refused_since >= CONFIRM_REFUSAL_S
-        if now - self.since <= liveness.heartbeat_timeout_s:
+        if now - self.since <= heartbeat.heartbeat_timeout_s:
             return False
         if damaged:
             since = self.seen_since
-            return since is not None and self.lease_until - since >= liveness.stale_s
-        lapse_s = max(liveness.lapse_s, 0.0 if self.followed else liveness.heartbeat_timeout_s)
+            return since is not None and self.lease_until - since >= heartbeat.stale_s
+        lapse_s = max(heartbeat.lapse_s, 0.0 if self.followed else heartbeat.heartbeat_timeout_s)
         seen_s = self.lease_until - self.lease_since if self.lease_since is not None else 0.0
         return seen_s >= lapse_s

@@ -84,9 +84,9 @@ class Leader:
         self._claim = claim
         self._listener = listener
         rng = random.Random()
-        self._state = LeaderState(claim, context.rules, context.liveness, now, rng)
+        self._state = LeaderState(claim, context.rules, context.heartbeat, now, rng)
         self._term = Term(self._state, self, context.timing.status_interval_s)
-        files = context.notices
+        files = context.files
         self._folder = TermFolder(claim.term, files) if files is not None else None
         self._is_notice_confirmed = asyncio.Event()
         self._agents: dict[Agent, ServerConnection] = {}
@@ -379,7 +379,7 @@ class Leader:
     async def _tick(self) -> None:
         while True:
             self._term.handle(self._state.tick, time.monotonic())
-            await asyncio.sleep(self._context.liveness.heartbeat_interval_s)
+            await asyncio.sleep(self._context.heartbeat.heartbeat_interval_s)
 
     def _tick_quorum(self) -> None:
         self._term.handle(self._state.tick_quorum, time.monotonic())
@@ -513,13 +513,13 @@ class LeaderContext:
     """Dependencies of a leader."""
 
     rules: RoundRules
-    liveness: HeartbeatConfig
+    heartbeat: HeartbeatConfig
     secret: bytes
     log: DecisionLog
     make_status_writer: Callable[[int], StatusWriter]
     """Makes the writer of the leader of a term; 0: of an agent that does not lead."""
     scheduler: LeaderScheduler
-    notices: SharedFiles | None = None
+    files: SharedFiles | None = None
     """Files that request nodes to leave; None if the run has none."""
     generation: int = 0
     """The run's, as this agent's task was submitted."""

@@ -93,7 +93,7 @@ class LeaderState:
         self,
         claim: LogEntry,
         rules: RoundRules,
-        liveness: HeartbeatConfig,
+        heartbeat: HeartbeatConfig,
         now: float,
         rng: random.Random,
     ) -> None:
@@ -118,11 +118,11 @@ class LeaderState:
         self.versions: dict[str, str] = {}
         """Of Python and packages on the node of each task."""
         self.last_step: int | None = None
-        self.liveness = liveness
+        self.heartbeat = heartbeat
         self.stragglers = Stragglers()
         self._hangs = HangDiagnosis()
         expected = sorted(self.run.participants.pending_rejoin, key=lambda agent: agent.slot)
-        self._tracker = HeartbeatTracker(liveness, expected, now)
+        self._tracker = HeartbeatTracker(heartbeat, expected, now)
         self._silent: dict[Agent, LossReason] = {}
         """Agents that have timed out and are not marked lost yet, each with the reason."""
         self._yielding = False
@@ -435,7 +435,7 @@ class LeaderState:
             self.run.not_before = now
         elif not self._yielding:
             self._yielding = True
-            self.run.not_before = now + self.liveness.election_s
+            self.run.not_before = now + self.heartbeat.election_s
 
     # ---- the lease, and Slurm -----------------------------------------------------------
 
@@ -449,12 +449,12 @@ class LeaderState:
         if self._unrenewed_since is None:
             self._unrenewed_since = now
         failing_s = now - self._unrenewed_since
-        lapses = failing_s > self.liveness.lapse_s - self.liveness.lease_s
+        lapses = failing_s > self.heartbeat.lapse_s - self.heartbeat.lease_s
         if lapses and self._tracker.misses_members:
             return self._step_down()
-        if self.is_deciding and failing_s > 2 * self.liveness.heartbeat_timeout_s:
+        if self.is_deciding and failing_s > 2 * self.heartbeat.heartbeat_timeout_s:
             return self._step_down()
-        self._lease_due = now + self.liveness.lease_s - self.liveness.heartbeat_interval_s / 2
+        self._lease_due = now + self.heartbeat.lease_s - self.heartbeat.heartbeat_interval_s / 2
         return [RenewLease()]
 
     def _query_tasks(self, now: float) -> list[Effect]:
@@ -542,11 +542,11 @@ class HeartbeatConfig:
 class HeartbeatTracker:
     """The connected agents of a leader, and the members that have timed out."""
 
-    def __init__(self, liveness: HeartbeatConfig, expected: Iterable[Agent], now: float) -> None:
-        self.liveness = liveness
+    def __init__(self, heartbeat: HeartbeatConfig, expected: Iterable[Agent], now: float) -> None:
+        self.heartbeat = heartbeat
         self.last_heartbeat: dict[Agent, float] = {}
         """Connected agents, each with the time of its last message."""
-        self._expected = {a.task: (a, now + liveness.election_s) for a in expected}
+        self._expected = {a.task: (a, now + heartbeat.election_s) for a in expected}
         """Members of the last round that have not connected yet, each with its deadline."""
         self._silent: set[str] = set()
         """Tasks of the last round's members that have timed out."""
@@ -572,7 +572,7 @@ class HeartbeatTracker:
 
     def forgive_if_slept(self, now: float) -> float:
         """Move all deadlines by the time that the leader itself was not running; return it."""
-        late_s, self._ticked = now - self._ticked - self.liveness.heartbeat_interval_s, now
+        late_s, self._ticked = now - self._ticked - self.heartbeat.heartbeat_interval_s, now
         if late_s <= _PUNCTUAL_S:
             return 0.0
         self.last_heartbeat = {a: min(now, at + late_s) for a, at in self.last_heartbeat.items()}
@@ -581,7 +581,7 @@ class HeartbeatTracker:
 
     def timed_out(self, now: float) -> list[Agent]:
         """Return the connected agents without a message for `heartbeat_timeout_s`."""
-        limit = now - self.liveness.heartbeat_timeout_s
+        limit = now - self.heartbeat.heartbeat_timeout_s
         return [a for a, at in self.last_heartbeat.items() if at < limit]
 
     def take_overdue(self, now: float) -> list[Agent]:

@@ -22,15 +22,15 @@ NUMBERS = frozenset(["step", "loss", "samples", "blocked_s", "metrics", "gpu_use
 """The fields of a status that change with every step."""
 
 
-def status_of(leadership: LeaderState) -> Json:
+def status_of(leader_state: LeaderState) -> Json:
     """Return the content of status.json without its time."""
-    run = leadership.run
+    run = leader_state.run
     formed = run.phase in (RoundPhase.RUNNING, RoundPhase.ENDED)
     members = run.ranks.members if formed else ()
     ending = run.entry.ending
-    reports = [leadership.progress[m] for m in members if m in leadership.progress]
+    reports = [leader_state.progress[m] for m in members if m in leader_state.progress]
 
-    known = leadership.last_step if leadership.last_step is not None else run.policy.progress
+    known = leader_state.last_step if leader_state.last_step is not None else run.policy.progress
     last_step = known if ending is not None else None
 
     def reported(name: str) -> list[Any]:
@@ -38,7 +38,7 @@ def status_of(leadership: LeaderState) -> Json:
 
     return {
         "phase": ending.status if ending is not None else _PHASES[run.phase],
-        "term": leadership.at.term, "round": run.entry.round,
+        "term": leader_state.at.term, "round": run.entry.round,
         "nodes": len(members), "world_size": sum(m.nproc for m in members),
         "members": [
             {"task": m.task, "host": m.host, "group_rank": rank, "nproc": m.nproc}
@@ -54,9 +54,9 @@ def status_of(leadership: LeaderState) -> Json:
         "samples": max(reported("samples"), default=None),
         "blocked_s": max(reported("blocked_s"), default=0.0),
         "step_times": run.estimator.step_times,
-        "stragglers": leadership.stragglers.current if members else [],
+        "stragglers": leader_state.stragglers.current if members else [],
         "warnings": [
-            *_version_warnings({m.host: leadership.versions.get(m.task, "") for m in members}),
+            *_version_warnings({m.host: leader_state.versions.get(m.task, "") for m in members}),
             *_apart_warnings([rank for ranks in reported("apart") for rank in ranks]),
             *(f"the loss is {loss} at step {step} (rank {rank})"
               for rank, step, loss in sorted(reported("bad_loss"))[:1]),

@@ -90,7 +90,7 @@ class Session:
                 relays = RelayPort(candidate.address, context.secret)
             self.replica = ManagerServer(ft_socket, replica_name(me), self.send, relays=relays)
         self._following = FollowerState(
-            me, context.liveness, time.monotonic(),
+            me, context.heartbeat, time.monotonic(),
             stays=self.replica is not None, generation=context.generation,
         )  # fmt: skip
         self._probe_ports = ProbePorts(candidate.group_addresses or (candidate.address,))
@@ -244,7 +244,7 @@ class Session:
 
     async def _live(self) -> None:
         self._main = asyncio.current_task()
-        following_tick_s = self._context.liveness.heartbeat_interval_s / 2
+        following_tick_s = self._context.heartbeat.heartbeat_interval_s / 2
         try:
             self._probe_ports.serve(self._context.secret)
             if self.replica is not None:

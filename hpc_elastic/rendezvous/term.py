@@ -128,30 +128,30 @@ class Term(Gate):
     ``show_s`` is the shortest interval between two statuses that differ in their numbers only.
     """
 
-    def __init__(self, leadership: LeaderState, executor: Executor, show_s: float = 0.0) -> None:
-        super().__init__(leadership, executor)
-        self._leadership = leadership
+    def __init__(self, leader_state: LeaderState, executor: Executor, show_s: float = 0.0) -> None:
+        super().__init__(leader_state, executor)
+        self._leader_state = leader_state
         self._series = ProgressLog()
         self._show_s = show_s
-        self._shown: tuple[float, dict[str, Any]] = (0.0, {})
+        self._last_shown: tuple[float, dict[str, Any]] = (0.0, {})
         """When a status was shown last, and its content without the numbers."""
         self._lines: list[Json] = []
         """Lines of the progress that are written with the next status."""
 
     def show(self, now: float) -> None:
         """Show the run's status, if that is due; ``now`` in Unix seconds."""
-        status = status_of(self._leadership)
-        self._lines += self._series.add_status(status, now, self._leadership.at.started)
+        status = status_of(self._leader_state)
+        self._lines += self._series.add_status(status, now, self._leader_state.at.started)
         rest = {name: value for name, value in status.items() if name not in NUMBERS}
-        shown, before = self._shown
+        shown, before = self._last_shown
         if rest == before and abs(now - shown) < self._show_s:
             return
-        self._shown, lines, self._lines = (now, rest), tuple(self._lines), []
+        self._last_shown, lines, self._lines = (now, rest), tuple(self._lines), []
         self.do([Show({**status, **self._series.rates}, lines)])
 
     def readmit(self) -> None:
         """Let tasks start again on nodes that are back, or not excluded any more."""
-        run = self._leadership.run
+        run = self._leader_state.run
         self.do([Readmit(run.recovery.awaited_tasks(run.participants.lost))])
 
 

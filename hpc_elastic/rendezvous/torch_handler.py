@@ -245,7 +245,7 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
             parameters.min_nodes, parameters.max_nodes, 0,
             settings.straggler_timeout_s, last_call_s, scale_up="immediate",
         ),
-        liveness=HeartbeatConfig.of(
+        heartbeat=HeartbeatConfig.of(
             settings.heartbeat_interval_s, settings.heartbeat_timeout_s, parameters.max_nodes,
             mount.refreshed_stale_s,
         ),

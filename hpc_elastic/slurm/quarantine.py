@@ -2,7 +2,7 @@
 
     <run>/excluded_nodes.json     nodes that all tasks avoid until a time, and why
 
-A lost task starts on its last node again only when no process of it can run there any more. Slurm
+A lost task starts on its last node again only after a time in which its processes end there. Slurm
 gives up a node that does not answer (SlurmdTimeout), and requeues its tasks. Where the node was
 only cut off, or stood still, their last attempts live on and are ended when it is back. But it is
 given work in that same moment, and still has the job id of a task that comes back too soon: Slurm
@@ -142,7 +142,7 @@ def lift_own_quarantine(run: RunDir, task: str, node: str, client: SlurmClient) 
 
 
 def lift_quarantine(run: RunDir, tasks: Iterable[str], client: SlurmClient, now: float) -> None:
-    """Let tasks start again on the nodes that they avoid, where no earlier attempt can be alive.
+    """Let tasks start again on avoided nodes that have been up for `RID_S`, or have no power.
 
     The leader calls this repeatedly, with the run's tasks that are gone. The time that a node has
     been up counts from the first call, of any leader, that finds it so; clocks that differ by

@@ -35,7 +35,7 @@ class Group:
             "scale_up": "immediate",
         }  # fmt: skip
         self.rules = RoundRules(**{**defaults, **rules})
-        self.liveness = HeartbeatConfig(heartbeat_interval_s=0.1, heartbeat_timeout_s=2.0)
+        self.heartbeat = HeartbeatConfig(heartbeat_interval_s=0.1, heartbeat_timeout_s=2.0)
         self.register = DecisionLog(self.run.rdzv, SECRET)
         self.address = "127.0.0.1"
         self.running: frozenset[str] = frozenset()
@@ -52,7 +52,7 @@ class Group:
         self.running |= {me.task}  # so that the first round waits for it
         events = EventLog(self.run.events(me.task), me.task)
         context = LeaderContext(
-            self.rules, self.liveness, SECRET,
+            self.rules, self.heartbeat, SECRET,
             register or self.register, partial(StatusWriter, self.run, "run", events), self,
             RunFiles(self.run),
         )  # fmt: skip

@@ -180,7 +180,9 @@ def test_a_warm_worker_that_ends_by_itself_is_told(training, code, why):
     """Once; not where the whole node is signalled."""
     told = []
     events = SimpleNamespace(write_behind=lambda kind, **fields: told.append((kind, fields)))
-    training._workplace = SimpleNamespace(events=events, place=NodeIdentity("7_1", "n1", Path()))
+    training._agent_context = SimpleNamespace(
+        events=events, place=NodeIdentity("7_1", "n1", Path())
+    )
     training._warm_workers.maintain.side_effect = [[code], []]
     training._maintain_warm_workers()
     training._maintain_warm_workers()
@@ -199,7 +201,7 @@ def told(training, tmp_path, monkeypatch) -> list[object]:
         verdict=None,
     )
     notices = PreemptionState(EventLog(tmp_path / "7_1.jsonl", "7_1"))
-    training._workplace = SimpleNamespace(
+    training._agent_context = SimpleNamespace(
         notices=notices, place=NodeIdentity("7_1", "n1", tmp_path), replica=None, is_command=False
     )
     monkeypatch.setattr(ElasticAgent, "_round", SimpleNamespace(number=1, first_rank=3))
@@ -227,7 +229,7 @@ def test_workers_that_end_under_notice_have_not_failed(
     """Slurm signals every process of a task in some set-ups; a script may save, and exit."""
     monkeypatch.setattr(module, "_NOTICE_MAY_COME_S", 0.0)
     if reason is not None:
-        training._workplace.notices.add(PreemptionNotice(reason, 1e9))
+        training._agent_context.notices.add(PreemptionNotice(reason, 1e9))
     training._report({3: EndedWorker(0, exit_code)})
     assert told == [expected]
     assert training._retention.keep_round.called == (expected != "leaves")
@@ -235,7 +237,7 @@ def test_workers_that_end_under_notice_have_not_failed(
 
 def test_a_notice_may_come_a_moment_after_a_worker_has_exited(training, told, monkeypatch):
     """Slurm signals one process after another."""
-    notices = training._workplace.notices
+    notices = training._agent_context.notices
     monkeypatch.setattr(
         module.time, "sleep", lambda _: notices.add(PreemptionNotice(Reason.SIGNAL, 1e9))
     )
@@ -261,7 +263,7 @@ def test_a_function_that_returns_under_notice_before_the_last_step_has_not_succe
     training._session.report = lambda _: told.append("finished")
     training.pages[3].report(step, None, None, total)
     if reason is not None:
-        training._workplace.notices.add(PreemptionNotice(reason, 1e9))
+        training._agent_context.notices.add(PreemptionNotice(reason, 1e9))
     training.pages[3].report_return()
     training._check_workers()
     assert told == [expected]
@@ -282,10 +284,10 @@ def test_a_command_succeeds_by_its_exit_code(
         ElasticAgent, "_ended_by_themselves",
         lambda self: {} if self.pages[3].read().returned else ended,
     )  # fmt: skip
-    training._workplace.is_command = True
-    training._workplace.settings = SimpleNamespace(stop_timeout_s=1)
+    training._agent_context.is_command = True
+    training._agent_context.settings = SimpleNamespace(stop_timeout_s=1)
     if reason is not None:
-        training._workplace.notices.add(PreemptionNotice(reason, 1e9))
+        training._agent_context.notices.add(PreemptionNotice(reason, 1e9))
     training._check_workers()
     if not training._awaits_leader:
         training._check_workers()
@@ -310,13 +312,13 @@ class Exits:
     def __init__(self, folder: Path) -> None:
         self.events: list[dict[str, Any]] = []
         self.notices = PreemptionState(EventLog(folder / "7_1.jsonl", "7_1"))
-        workplace = SimpleNamespace(
+        context = SimpleNamespace(
             settings=AgentSettings(exit_timeout_s=60.0), control=SimpleNamespace(path=folder),
             notices=self.notices,
             place=NodeIdentity("7_1", "n1", folder),
             events=SimpleNamespace(write=lambda _, **fields: self.events.append(fields)),
         )  # fmt: skip
-        self.watch = ExitWatch(workplace, 100.0)
+        self.watch = ExitWatch(context, 100.0)
         proc = SimpleNamespace(pid=2**30)
         self.workers = {
             rank: SimpleNamespace(own_exit_code=None, local_rank_id=rank - 4, proc=proc)
@@ -359,7 +361,7 @@ def test_a_node_under_notice_does_not_wait_for_what_lingers(tmp_path):
 
 def test_an_error_under_a_notice_without_a_signal_is_a_failure(training, told, tmp_path):
     """The script says that something is wrong, whatever becomes of the node."""
-    training._workplace.notices.add(PreemptionNotice(Reason.TIME_LIMIT, 1e9))
+    training._agent_context.notices.add(PreemptionNotice(Reason.TIME_LIMIT, 1e9))
     error = {"hpc_elastic": {"exception": "ValueError", "message": "boom", "exit_code": 1}}
     WorkerFiles(tmp_path, 1, 3).error.write_text(json.dumps(error))
     training._report({3: EndedWorker(0, 1)})
@@ -521,7 +523,7 @@ def test_a_start_that_the_system_refuses_is_tried_again(training, monkeypatch, w
         leave_now=lambda: told.append("left"),
         report=lambda failed: told.extend(failed.failures),
     )
-    agent._workplace = SimpleNamespace(
+    agent._agent_context = SimpleNamespace(
         place=NodeIdentity("7_1", "n1", Path("logs")), control=Mock(),
         notices=SimpleNamespace(current=None),
     )  # fmt: skip
@@ -529,7 +531,7 @@ def test_a_start_that_the_system_refuses_is_tried_again(training, monkeypatch, w
     monkeypatch.setattr(module.process_cleanup, "kill_strays", lambda _: 0)
     assert agent._start_workers(group) == {}
     if way == "notice":
-        agent._workplace.notices.current = "a notice"
+        agent._agent_context.notices.current = "a notice"
     while agent._refused is not None and now[0] < 600.0:
         now[0] += 0.5
         assert agent._monitor_workers(group).state.name == "HEALTHY"

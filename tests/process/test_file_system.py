@@ -220,7 +220,7 @@ def test_a_log_that_can_not_be_written_costs_no_heartbeat(group, hanging_log):
     late = g.agent(2)
     with pytest.raises(TimeoutError):
         late.join(1.0)
-    stay(g.followers[0], 2 * g.liveness.heartbeat_timeout_s)
+    stay(g.followers[0], 2 * g.heartbeat.heartbeat_timeout_s)
     assert hanging_log.hangs.is_set()
     hanging_log.answers.set()
     for agent in agents:  # who was to stop may have hung before it could tell
@@ -398,7 +398,7 @@ def leftovers(g: Group) -> None:
 def test_damaged_entries_are_passed_over(group, damage: Callable[[Group], None]):
     """After the time that a silent leader would get, the run goes on from the last good entry."""
     g = group(max_nodes=2)
-    g.liveness = IMPATIENT
+    g.heartbeat = IMPATIENT
     write_entry(g, 1, round=3)
     damage(g)
     before = g.register.last_index()
@@ -413,7 +413,7 @@ def test_damaged_entries_are_passed_over(group, damage: Callable[[Group], None])
 def test_a_lease_of_garbage_keeps_no_dead_leader_in_office(group, lease):
     """The leader's port takes connections and says nothing; only the lease could speak for it."""
     g = group(max_nodes=1)
-    g.liveness = IMPATIENT
+    g.heartbeat = IMPATIENT
     with silent_leader(g):
         (g.run.rdzv / "lease.1").write_bytes(lease)
         assert g.join(g.agent(0))[0].world_size == 1

@@ -186,7 +186,7 @@ def refuses(leader: fuzz.Address, conversations: list[bytes]) -> bool:
 def test_an_impostor_on_a_dead_leaders_port_stops_nobody(group, greeting):
     """Whatever he says, the agent becomes the leader once the old one's time is over."""
     g = group(max_nodes=1)
-    g.liveness = HeartbeatConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.8)
+    g.heartbeat = HeartbeatConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.8)
     with socket.create_server(("127.0.0.1", 0)) as server:
         dead = Endpoint("127.0.0.1", server.getsockname()[1], "7_9", 0)
         assert g.register.create(claim(1, None, dead, 0.0))

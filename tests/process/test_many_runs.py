@@ -76,7 +76,7 @@ def test_a_store_that_takes_long_costs_no_leader(group):
     g.running = frozenset(f"7_{slot}" for slot in range(3))
 
     def make_slowly() -> tuple[str, int]:
-        time.sleep(1.5 * g.liveness.heartbeat_timeout_s)
+        time.sleep(1.5 * g.heartbeat.heartbeat_timeout_s)
         return "127.0.0.1", 1
 
     g.make_store = make_slowly

@@ -129,7 +129,7 @@ def test_a_limit_that_was_extended_is_no_notice(watch_of):
 
 def test_what_slurm_told_at_the_start_is_believed_until_then(watch_of):
     """SLURM_JOB_END_TIME saves a question."""
-    watch, notices, clock = watch_of([2.0], told_left_s=1000.0)
+    watch, notices, clock = watch_of([2.0], known_left_s=1000.0)
     assert watch._wait_s() == 1000 - 100 - 2
     at(watch, clock, 898.0)
     assert notices.current is not None

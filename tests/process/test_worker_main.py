@@ -28,7 +28,7 @@ from hpc_elastic.agent.worker_failures import (
     WorkerFiles,
     describe,
     earliest,
-    told_exit_code,
+    recorded_exit_code,
 )
 from hpc_elastic.agent.worker_main import _enter, after_import, load_function, to_json
 from hpc_elastic.errors import HpcElasticError
@@ -487,7 +487,7 @@ def test_an_exit_is_told_as_what_it_is(job, name, args, exit_code, how):
     assert not job.page.read().returned
     assert ("return from the function" in (failure.remedy or "")) is (exit_code == 0)
     if name == "exit_with":
-        assert told_exit_code(job.files) == exit_code and "in exit_with" in failure.traceback
+        assert recorded_exit_code(job.files) == exit_code and "in exit_with" in failure.traceback
 
 
 @pytest.mark.parametrize("name", ["exit_in_thread", "fork_and_return"])
@@ -495,7 +495,7 @@ def test_an_exit_that_is_not_the_workers_changes_nothing(job, name):
     """Of a thread, or of a process that the function has forked."""
     done = job.worker(name, [])
     assert done.returncode == 0 and job.page.read().returned, done.stderr
-    assert told_exit_code(job.files) is None
+    assert recorded_exit_code(job.files) is None
 
 
 def test_an_exit_because_of_a_lost_peer_is_a_consequence(job):

@@ -49,8 +49,8 @@ def test_a_cluster_that_is_full_for_long_costs_no_task(ft):
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_bug_is_found(name):
     """Each bug that only a long run shows breaks the invariant that it should."""
-    month, leadership, complaint = MUTANTS[name]
-    failure = find(partial(MonthSimulator, month=month, leadership=leadership), 0, 8)
+    month, leader_state, complaint = MUTANTS[name]
+    failure = find(partial(MonthSimulator, month=month, leader_state=leader_state), 0, 8)
     assert failure is not None, f"{name} went unnoticed"
     assert re.search(complaint, failure.splitlines()[0]), failure
 

@@ -77,7 +77,7 @@ def test_the_time_limit_counts_from_the_job_s_start(monkeypatch, known, since):
         slurm=SlurmEnvironment.from_env({**IN_JOB, **env}), spec=spec, run=None, name="7_1",
         attempt=0, num_in_array=1, pool=SimpleNamespace(time_s=3600.0, time_min_s=None),
     )  # fmt: skip
-    left_s = module._time_limit(task, now).told_left_s
+    left_s = module._time_limit(task, now).known_left_s
     assert left_s == pytest.approx(3600 + since, abs=10)
 
 

@@ -96,7 +96,7 @@ class Components:
     """The classes and rules of the protocol, which a test replaces to plant a bug."""
 
     draw: Callable[[random.Random], Scenario] = draw
-    leadership: type[LeaderState] = LeaderState
+    leader_state: type[LeaderState] = LeaderState
     following: Callable[[Agent, HeartbeatConfig, float], FollowerState] = FollowerState
     can_save_at: Rule = can_save_at
     """How an agent votes on a checkpoint request."""
@@ -407,7 +407,7 @@ class AgentProcess:
         self._attempt: Attempt | None = None
         self._dead_tasks: set[str] = set()
         """Tasks that do not run according to Slurm."""
-        self._following = env.components.following(self.me, env.scenario.liveness, host.clock())
+        self._following = env.components.following(self.me, env.scenario.heartbeat, host.clock())
         self._following.probe_ports = [(str(host.slot), 1)]
 
     def start(self) -> None:
@@ -455,7 +455,7 @@ class AgentProcess:
     def _tick(self) -> None:
         if not self.over:
             self._do(self._following.tick(self.host.clock()))
-            beat_s = self._following.liveness.heartbeat_interval_s
+            beat_s = self._following.heartbeat.heartbeat_interval_s
             pause = _TICK_S if self._connection is None else beat_s
             self.env.world.after(pause, self.process, self._tick)
 
@@ -581,7 +581,7 @@ class AgentProcess:
             and wanted.possibly_alive
             and before.leader.task not in self._dead_tasks
         ):  # only the lease suggests that the leader is dead
-            self.host.register.check_claim(before, self.env.scenario.liveness)
+            self.host.register.check_claim(before, self.env.scenario.heartbeat)
         self.env.num_ports += 1
         endpoint = Endpoint(
             str(self.host.slot), self.env.num_ports, self.host.task, self.host.attempt
@@ -829,18 +829,18 @@ class Leader:
     def lead(self, entry: LogEntry) -> None:
         """Start to lead, because the claim is in the log."""
         env = self._env
-        self.leadership = env.components.leadership(
-            entry, env.scenario.rules, env.scenario.liveness, self._now(), env.world.rng
+        self.leader_state = env.components.leader_state(
+            entry, env.scenario.rules, env.scenario.heartbeat, self._now(), env.world.rng
         )
         self._term = entry.term
-        self.term = env.components.term(self.leadership, self, env.scenario.show_s)
+        self.term = env.components.term(self.leader_state, self, env.scenario.show_s)
         mount = self.host.mount
         folder = env.components.folder(entry.term, NodeFiles(env.shared, mount))
         args = (env.shared, folder, mount, self.process, self.term.end_term)
         self._files = LeadersFiles(*args)
         self._has_started = True
         self._round = entry.index
-        self.term.handle(self.leadership.start_leading)
+        self.term.handle(self.leader_state.start_leading)
         early, self._early = self._early, []
         for attempt in early:
             self._greet(attempt)
@@ -853,7 +853,7 @@ class Leader:
     def stop(self) -> None:
         """End the term, because this node leaves."""
         if self.leads:
-            self.term.handle(self.leadership.notice_confirmed, self.endpoint.task)
+            self.term.handle(self.leader_state.notice_confirmed, self.endpoint.task)
             self.term.end_term()
             self._files.remove_confirmed()
         self.disconnect_all()
@@ -861,7 +861,7 @@ class Leader:
     def disconnect_all(self) -> None:
         """Stop listening, and disconnect all agents; see `Executor`."""
         if self.is_open and self._has_started:
-            self._env.monitor.fenced += self.leadership.fenced and not self.agent.over
+            self._env.monitor.fenced += self.leader_state.fenced and not self.agent.over
         self.is_open = False
         for connection in self._all:
             connection.close(SERVER)
@@ -877,8 +877,8 @@ class Leader:
 
     def _tick(self) -> None:
         if self.is_open:
-            self.term.handle(self.leadership.tick, self._now())
-            beat_s = self.leadership.liveness.heartbeat_interval_s
+            self.term.handle(self.leader_state.tick, self._now())
+            beat_s = self.leader_state.heartbeat.heartbeat_interval_s
             self._env.world.after(beat_s, self.process, self._tick)
 
     def _poll_log(self) -> None:
@@ -887,7 +887,7 @@ class Leader:
             register.last_index(self.process, self._log_read, lambda _: self._poll_log_later())
 
     def _log_read(self, number: int) -> None:
-        self.term.handle(self.leadership.log_advanced, number)
+        self.term.handle(self.leader_state.log_advanced, number)
         self._poll_log_later()
 
     def _poll_log_later(self) -> None:
@@ -913,7 +913,7 @@ class Leader:
 
     def _notices_claimed(self, notices: Mapping[str, float]) -> None:
         self._is_polling_notices = False
-        self.term.handle(self.leadership.notices_claimed, notices)
+        self.term.handle(self.leader_state.notices_claimed, notices)
         pause = 0.0 if self._is_confirmed else self._env.scenario.poll_s
         self._env.world.after(pause, self.process, self._poll_notices, self._num_notice_polls)
 
@@ -941,11 +941,11 @@ class Leader:
         if isinstance(message, Agent):
             self._admit(message, connection)
         elif self._connections.get(connection.peer) is connection:
-            self.term.handle(self.leadership.received, connection.peer, message, self._now())
+            self.term.handle(self.leader_state.received, connection.peer, message, self._now())
 
     def _admit(self, agent: Agent, connection: Connection) -> None:
         old = self._connections.get(agent)
-        effects = self.leadership.connected(agent, self._now())
+        effects = self.leader_state.connected(agent, self._now())
         if old is not None:
             old.close(SERVER)
         connection.peer = agent
@@ -958,14 +958,14 @@ class Leader:
         if self.is_open and agent is not None and self._connections.get(agent) is connection:
             del self._connections[agent]
             why = LossReason.CONNECTION_CLOSED
-            self.term.handle(self.leadership.disconnected, agent, why, self._now())
+            self.term.handle(self.leader_state.disconnected, agent, why, self._now())
 
     # ---- effects ------------------------------------------------------------------------
 
     def carry_out(self, effect: Effect) -> None:
         """See `Executor`."""
         monitor = self._env.shared.monitor
-        monitor.check_term(self._term, effect, is_fenced=self.leadership.fenced)
+        monitor.check_term(self._term, effect, is_fenced=self.leader_state.fenced)
         if isinstance(effect, Send):
             self._send(effect)
         elif isinstance(effect, RenewLease):
@@ -989,7 +989,7 @@ class Leader:
                 if agent in self._connections:
                     self._connections.pop(agent).close(SERVER)
             case Append(entry):
-                env.monitor.appends(entry, self.leadership.run)
+                env.monitor.appends(entry, self.leader_state.run)
                 self._creating = entry
                 self._create()
             case Announce():
@@ -997,7 +997,7 @@ class Leader:
             case Postpone(delay_s):
                 env.slurm.postponed_until = env.world.now + delay_s
             case ClearHolds(tasks):
-                env.monitor.restarted(tasks, self.leadership.run)
+                env.monitor.restarted(tasks, self.leader_state.run)
                 for node in env.nodes:
                     if node.task in tasks:
                         node.clear_hold()
@@ -1042,7 +1042,7 @@ class Leader:
     def _renewed(self, done: bool) -> None:
         self._renewing = False
         if done:
-            self.term.handle(self.leadership.renewed)
+            self.term.handle(self.leader_state.renewed)
 
     def _announce(self, announce: Announce) -> None:
         self._env.monitor.announced(self.endpoint, announce)
@@ -1059,8 +1059,8 @@ class Leader:
             self._env.world.after(_RETRY_S, self.process, self._create)
             return
         self._creating = None
-        self.term.handle(self.leadership.appended if outcome else self.leadership.refused)
+        self.term.handle(self.leader_state.appended if outcome else self.leader_state.refused)
 
     def _slurm_answered(self, view: dict[str, TaskState] | None) -> None:
         if self.is_open:
-            self.term.handle(self.leadership.slurm_answered, view, self._now())
+            self.term.handle(self.leader_state.slurm_answered, view, self._now())

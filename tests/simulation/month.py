@@ -118,7 +118,7 @@ class Month:
         return RoundRules.of(RunSettings(nodes, 1, _DEFAULTS, self.ft))
 
     @property
-    def liveness(self) -> HeartbeatConfig:
+    def heartbeat(self) -> HeartbeatConfig:
         """The same of heartbeats."""
         r = _DEFAULTS.rendezvous
         return HeartbeatConfig.of(r.heartbeat_interval_s, r.heartbeat_timeout_s, self.num_nodes)
@@ -191,7 +191,7 @@ class MonthSimulator:
         self,
         seed: int,
         month: Month | None = None,
-        leadership: type[LeaderState] = LeaderState,
+        leader_state: type[LeaderState] = LeaderState,
         whole_trace: bool = False,
     ) -> None:
         self.seed = seed
@@ -205,7 +205,7 @@ class MonthSimulator:
         self.entry: LogEntry | None = None
         self.leader: LeaderState | None = None
         self._leading: Node | None = None
-        self._leadership = leadership
+        self._leader_state = leader_state
         self._rng: random.Random = self.world.rng
         self._is_electing = False
         self._hot_until = 0.0
@@ -379,7 +379,7 @@ class MonthSimulator:
             node.waits_since += for_s
         self.world.after(for_s, None, self._thaw, node, node.attempt)
         if node is self._leading:
-            self.world.after(self.scenario.liveness.election_s, None, self._elect, node)
+            self.world.after(self.scenario.heartbeat.election_s, None, self._elect, node)
 
     def _thaw(self, node: Node, attempt: int) -> None:
         if node.attempt != attempt or not node.process.paused:
@@ -566,8 +566,8 @@ class MonthSimulator:
         is_alive = former is not None and former.process.alive
         self.entry = claim(index, self.entry, endpoint, self.world.now, possibly_alive=is_alive)
         self._leading = node
-        args = (self.entry, self.scenario.rules, self.scenario.liveness, self.world.now, self._rng)
-        self.leader = self._leadership(*args)
+        args = (self.entry, self.scenario.rules, self.scenario.heartbeat, self.world.now, self._rng)
+        self.leader = self._leader_state(*args)
         self.world.log_event(node.task, "leads", self.entry.term)
         if not self.scenario.ft and self._no_round_since is None:
             self._no_round_since = self.world.now
@@ -594,14 +594,14 @@ class MonthSimulator:
         """Let the leader tick every half second for a while, since something happens."""
         self._hot_until = self.world.now + 20.0
         self._num_ticks += 1
-        pause_s = self.scenario.liveness.heartbeat_interval_s
+        pause_s = self.scenario.heartbeat.heartbeat_interval_s
         self.world.after(pause_s, None, self._tick, self._num_ticks)
 
     def _tick(self, number: int) -> None:
         if number != self._num_ticks:
             return
         leader, node, now = self.leader, self._leading, self.world.now
-        pause_s = self.scenario.liveness.heartbeat_interval_s
+        pause_s = self.scenario.heartbeat.heartbeat_interval_s
         if leader is not None and node is not None and node.lives:
             self._deliver_heartbeats()
             leader._tracker._ticked = now - pause_s

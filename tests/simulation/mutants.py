@@ -337,8 +337,8 @@ class ListsFromCache(_NodeSteps):
 class TakesLeasesForFresh(FollowerState):
     """Ignores that a fresh read may be stale."""
 
-    def __init__(self, me: Agent, liveness: HeartbeatConfig, now: float, **kwargs: Any) -> None:
-        super().__init__(me, replace(liveness, stale_s=0.0), now, **kwargs)
+    def __init__(self, me: Agent, heartbeat: HeartbeatConfig, now: float, **kwargs: Any) -> None:
+        super().__init__(me, replace(heartbeat, stale_s=0.0), now, **kwargs)
 
 
 def _by_time(rng: random.Random) -> Scenario:
@@ -377,40 +377,42 @@ def exits_with_0(exit_code: int, _: WorkerStatus) -> bool:
 MUTANTS: Mapping[str, tuple[Components, str]] = {
     "create is not exclusive": (Components(exclusive_create=False), "created twice"),
     "no term check": (
-        Components(leadership=SkipsTheTermCheck), "a fenced leader|a term went|follows the end",
+        Components(leader_state=SkipsTheTermCheck), "a fenced leader|a term went|follows the end",
     ),
-    "announces what is not recorded": (Components(leadership=DecidesWithoutEntry), "not recorded"),
+    "announces what is not recorded": (
+        Components(leader_state=DecidesWithoutEntry), "not recorded",
+    ),
     "ranks given twice": (Components(places=_same_rank_twice), "another's rank"),
     "joins too early": (Components(following=JoinsTooEarly), "an agent is in two rounds"),
     "takes an answer to an earlier question": (
         Components(following=TakesAnyAnswer), "no round stands",
     ),
     "always renews its lease": (
-        Components(leadership=AlwaysRenewsItsLease), "no round stands|a notice was lost",
+        Components(leader_state=AlwaysRenewsItsLease), "no round stands|a notice was lost",
     ),
     "breaks at old boundaries": (
-        Components(leadership=_with_change(BreaksAtOldBoundaries)), "lost to a change",
+        Components(leader_state=_with_change(BreaksAtOldBoundaries)), "lost to a change",
     ),
     "confirms too early": (
-        Components(leadership=_with_change(ConfirmsTooEarly)), "rank has passed|not confirmed",
+        Components(leader_state=_with_change(ConfirmsTooEarly)), "rank has passed|not confirmed",
     ),
     "proposes too soon": (
-        Components(leadership=_with_change(ProposesTooSoon)), "passes a confirmed step",
+        Components(leader_state=_with_change(ProposesTooSoon)), "passes a confirmed step",
     ),
     "ok when undecided": (Components(can_save_at=_ok_when_undecided), "that a rank has passed"),
     "forgets to pause": (
-        Components(leadership=_with_change(ForgetsToPause)), "lost to a change",
+        Components(leader_state=_with_change(ForgetsToPause)), "lost to a change",
     ),
     "releases without an entry": (
-        Components(leadership=ReleasesWithoutEntry, draw=draw_quiet), "released members hold up",
+        Components(leader_state=ReleasesWithoutEntry, draw=draw_quiet), "released members hold up",
     ),
     "stays under notice": (
         Components(following=StaysUnderNotice, draw=draw_quiet), "departure loses steps|released",
     ),
-    "excludes everybody": (Components(leadership=ExcludesEverybody), "too many hosts"),
+    "excludes everybody": (Components(leader_state=ExcludesEverybody), "too many hosts"),
     "continues its duties": (Components(term=ContinuesDuties), "acts though its term is over"),
     "renames are not fenced": (Components(fenced_files=False), "the status went back|a notice was"),
-    "removes a notice once sent": (Components(leadership=RemovesOnceSent), "a notice was lost"),
+    "removes a notice once sent": (Components(leader_state=RemovesOnceSent), "a notice was lost"),
     "inherits no notices": (
         Components(folder=InheritsNoNotices), "a round stands, with the notices",
     ),
@@ -434,9 +436,9 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
         Components(following=TakesLeasesForFresh), "silent that renews its lease",
     ),
     "enters the term folder once": (Components(folder=EntersOnce), "the status went back"),
-    "sends no probes": (Components(leadership=_with_reach(SendsNoProbes)), "no round stands"),
+    "sends no probes": (Components(leader_state=_with_reach(SendsNoProbes)), "no round stands"),
     "trusts one direction": (
-        Components(leadership=_with_reach(TrustsOneDirection)), "no round stands",
+        Components(leader_state=_with_reach(TrustsOneDirection)), "no round stands",
     ),
     "claims after the end": (Components(following=ClaimsAfterTheEnd), "an entry follows the end"),
 }  # fmt: skip

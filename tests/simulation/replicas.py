@@ -174,7 +174,7 @@ def _with_rules(rules: type[ReplicaState]) -> Components:
     class Leader(LeaderState):
         replica_rules = rules
 
-    return replace(REPLICAS, leadership=Leader)
+    return replace(REPLICAS, leader_state=Leader)
 
 
 class _CountsByTheLastRound(ReplicaState):

@@ -63,7 +63,7 @@ class Scenario:
 
     num_nodes: int
     rules: RoundRules
-    liveness: HeartbeatConfig
+    heartbeat: HeartbeatConfig
     training: Training
     calm_after_s: float
     """Time after which no fault is injected, and all are healed."""
@@ -105,7 +105,7 @@ class Scenario:
     @property
     def stale_s(self) -> float:
         """Largest age of a listing, and of a file's content."""
-        return self.liveness.stale_s
+        return self.heartbeat.stale_s
 
     @property
     def exits_at_sigterm(self) -> bool:
@@ -142,7 +142,7 @@ class Scenario:
     @property
     def confirm_s(self) -> float:
         """Time that a round must stand to count: enough to detect a dead member."""
-        return self.liveness.heartbeat_timeout_s + 2 * self.liveness.heartbeat_interval_s + 1.0
+        return self.heartbeat.heartbeat_timeout_s + 2 * self.heartbeat.heartbeat_interval_s + 1.0
 
     @property
     def bound_s(self) -> float:
@@ -155,8 +155,8 @@ class Scenario:
         once before it stands; and the time that too few nodes wait, and then are queued. Replicas
         have time to save before the run fails; here none reports that it has.
         """
-        lost = self.liveness.heartbeat_timeout_s
-        silence = lost + max(lost, self.liveness.lapse_s)
+        lost = self.heartbeat.heartbeat_timeout_s
+        silence = lost + max(lost, self.heartbeat.lapse_s)
         election = silence + _LONGEST_POLL_S + _STAGGER_S + CONNECT_TIMEOUT_S
         forming = 4 * lost + 2 * self.rules.straggler_timeout_s + self.rules.last_call_s
         growth = self.num_nodes * (self.confirm_s + CALM_STOP_S)
@@ -199,18 +199,20 @@ def _stormy(rng: random.Random) -> Scenario:
     num_nodes = rng.choice((2, 3, 3, 4, 4, 5, 6))
     min_nodes = rng.randint(1, max(1, num_nodes - 1))
     calm_after_s = rng.uniform(4.0, 18.0)
-    liveness = HeartbeatConfig(
+    heartbeat = HeartbeatConfig(
         heartbeat_interval_s=rng.choice((0.5, 1.0, 1.0)),
         heartbeat_timeout_s=3.0,
         stale_s=rng.choice((0.0, 0.0, 0.0, 1.0, 3.0)),
     )
     rules = _draw_rules(rng, num_nodes, min_nodes)
     if rules.below_min_timeout_s is not None:  # an election takes less
-        rules = replace(rules, below_min_timeout_s=rules.below_min_timeout_s + 2 * liveness.stale_s)
+        rules = replace(
+            rules, below_min_timeout_s=rules.below_min_timeout_s + 2 * heartbeat.stale_s
+        )
     return Scenario(
         num_nodes=num_nodes,
         rules=rules,
-        liveness=liveness,
+        heartbeat=heartbeat,
         training=_draw_training(rng, calm_after_s),
         calm_after_s=calm_after_s,
         num_faults=rng.choice((0, 1, 1, 2, 2, 3, 4, 8)),
@@ -259,7 +261,7 @@ def draw_quiet(rng: random.Random) -> Scenario:
 
 def fresh(scenario: Scenario) -> Scenario:
     """Return the same scenario without stale reads."""
-    return replace(scenario, liveness=replace(scenario.liveness, stale_s=0.0))
+    return replace(scenario, heartbeat=replace(scenario.heartbeat, stale_s=0.0))
 
 
 def _draw_rules(rng: random.Random, num_nodes: int, min_nodes: int) -> RoundRules:

@@ -488,11 +488,11 @@ class NodeRegister:
         steps = single_step(partial(self.mount.write, self.rdzv, ("lease", term), beats))
         self._carry_out(process, steps, lambda _: answer(True), lambda _: answer(False))
 
-    def check_claim(self, before: LogEntry, liveness: HeartbeatConfig) -> None:
+    def check_claim(self, before: LogEntry, heartbeat: HeartbeatConfig) -> None:
         """Check a claim after this entry, whose leader is dead according to its lease alone."""
         age_s = self._lease_age_s[before.term]
         self._register.monitor.silent += 1
-        lapsed = age_s * _FASTEST_CLOCK >= liveness.lapse_s - liveness.stale_s
+        lapsed = age_s * _FASTEST_CLOCK >= heartbeat.lapse_s - heartbeat.stale_s
         what = "a leader was taken for silent that renews its lease"
         self._register.monitor.check(lapsed, what, before.term, age_s)
 

@@ -91,7 +91,7 @@ class Run:
     discovered: float = -math.inf
     """When it searched for siblings last."""
     entry: LogEntry | None = None
-    leadership: LeaderState | None = None
+    leader_state: LeaderState | None = None
     done: bool = False
 
 
@@ -257,10 +257,10 @@ class SweepSimulation:
         task.node, task.joined, task.trains_since = "", False, None
         task.attempt += 1
         task.not_before = self.now + max(_LEAVE_S, away_s)
-        if joined and run.leadership is not None:
-            self._do(run, run.leadership.disconnected(agent, "its task ended", self.now))
+        if joined and run.leader_state is not None:
+            self._do(run, run.leader_state.disconnected(agent, "its task ended", self.now))
         if not any(t.joined for t in run.tasks):
-            run.leadership = None
+            run.leader_state = None
 
     def _free_node(self, node: str) -> None:
         if self._nodes[node] == "allocated":
@@ -277,19 +277,19 @@ class SweepSimulation:
         for task in run.tasks:
             if task.node and not task.joined and self.now - task.since >= _START_S:
                 self._add_agent(run, task)
-        leadership = run.leadership
-        if leadership is None:
+        leader_state = run.leader_state
+        if leader_state is None:
             return
         for task in run.tasks:
             if task.joined:
                 beat = Heartbeat(_progress(run))
-                self._do(run, leadership.received(task.agent, beat, self.now))
-        if run.leadership is leadership:
-            self._do(run, leadership.tick(self.now))
-        if run.leadership is leadership and leadership.run.phase is RoundPhase.RUNNING:
+                self._do(run, leader_state.received(task.agent, beat, self.now))
+        if run.leader_state is leader_state:
+            self._do(run, leader_state.tick(self.now))
+        if run.leader_state is leader_state and leader_state.run.phase is RoundPhase.RUNNING:
             if self.now < run.stopped_until:
                 return
-            size = len(leadership.run.ranks.members)
+            size = len(leader_state.run.ranks.members)
             model = run.model
             run.work_s -= 1.0 if model is None else model.step_s(1) / model.step_s(size)
             if run.work_s <= 0.0:
@@ -298,7 +298,7 @@ class SweepSimulation:
     def _add_agent(self, run: Run, task: Task) -> None:
         task.joined = True
         agent = task.agent
-        if run.leadership is None:
+        if run.leader_state is None:
             number = 1 if run.entry is None else run.entry.index + 1
             here = Endpoint("10.0.0.1", 1, agent.task, agent.attempt)
             run.entry = claim(number, run.entry, here, self.now)
@@ -306,10 +306,10 @@ class SweepSimulation:
                 run.min_nodes, run.max_nodes, 3, 600.0, 5.0,
                 scale_up="immediate", below_min_timeout_s=300.0, in_sweep=self._takes_turns,
             )  # fmt: skip
-            liveness = HeartbeatConfig(1.0, 10.0)
-            run.leadership = LeaderState(run.entry, rules, liveness, self.now, self._rng)
-        effects = run.leadership.connected(agent, self.now)
-        effects += run.leadership.received(agent, Join(1), self.now)
+            heartbeat = HeartbeatConfig(1.0, 10.0)
+            run.leader_state = LeaderState(run.entry, rules, heartbeat, self.now, self._rng)
+        effects = run.leader_state.connected(agent, self.now)
+        effects += run.leader_state.received(agent, Join(1), self.now)
         self._do(run, effects)
 
     def _end_run(self, run: Run) -> None:
@@ -324,13 +324,13 @@ class SweepSimulation:
 
     def _do(self, run: Run, effects: Sequence[Effect]) -> None:
         for effect in effects:
-            leadership = run.leadership
-            if leadership is None:
+            leader_state = run.leader_state
+            if leader_state is None:
                 return
             match effect:
                 case Append(entry):
                     run.entry = entry
-                    self._do(run, leadership.appended())
+                    self._do(run, leader_state.appended())
                 case Announce(_, requests):
                     run.stopped_until = self.now + self._scaling.restart_s
                     for task in run.tasks:
@@ -339,7 +339,7 @@ class SweepSimulation:
                             task.trains_since = self.now
                 case Send(agents, Stop()):
                     for agent in agents or ():
-                        self._do(run, leadership.received(agent, Join(2), self.now))
+                        self._do(run, leader_state.received(agent, Join(2), self.now))
                 case Send(agents, Requeue(delay_s)):
                     names = {agent.task for agent in agents or ()}
                     for task in [t for t in run.tasks if t.name in names]:
@@ -349,7 +349,7 @@ class SweepSimulation:
                         task.not_before = self.now + delay_s
                 case QueryTasks():
                     view = {t.name: t.state(self.now) for t in run.tasks}
-                    self._do(run, leadership.slurm_answered(view, self.now))
+                    self._do(run, leader_state.slurm_answered(view, self.now))
                 case QueryQueue(question):  # its Slurm detects a loss at once
                     why = largest = None
                     if question.is_short:
@@ -358,7 +358,7 @@ class SweepSimulation:
                         largest = self._let_others_start(
                             run, lost=question.lost, grows=question.grows
                         )
-                    self._do(run, leadership.advised(QueueAdvice(why, largest), self.now))
+                    self._do(run, leader_state.advised(QueueAdvice(why, largest), self.now))
                 case ClearHolds(tasks):
                     self._clear_holds(tasks)
 
@@ -369,7 +369,7 @@ class SweepSimulation:
         (queued, own), nodes = self._siblings(run), self._all_nodes()
         withheld = frozenset(lost if grows else queued[own].tasks)
         largest, deferred = math.inf, frozenset[int]()
-        if self._scaling.soonest and not ends and run.leadership is not None:
+        if self._scaling.soonest and not ends and run.leader_state is not None:
             shares = siblings.divide_next_nodes(queued)
             deferred = siblings.deferred_runs(queued, shares)
             largest = len(queued[own].nodes) + shares[own]
@@ -442,7 +442,7 @@ def _progress(run: Run) -> dict[str, int] | None:
 def _demand(run: Run) -> NodeDemand:
     """Return what the last status of a run shows."""
     step_times: Mapping[int, float] = {} if run.entry is None else run.entry.step_times
-    if run.leadership is not None:
-        step_times = run.leadership.run.estimator.step_times
+    if run.leader_state is not None:
+        step_times = run.leader_state.run.estimator.step_times
     left = _num_steps(run)[1]
     return NodeDemand(0, run.min_nodes, run.max_nodes, 1, step_times, left)

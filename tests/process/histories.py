@@ -53,6 +53,8 @@ from hpc_elastic.data.plain_loop import PlainLoop, TrainedModels
 from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import RUN_DIR_VARIABLE, Entry, RunDir
 from hpc_elastic.worker import reporting
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from specs import spec_of
 
 TOLERANCE = 1e-9

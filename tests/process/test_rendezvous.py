@@ -75,8 +75,8 @@ def test_no_failure_of_the_scheduler_ends_a_term(group, caplog):
     g.poll_tasks = g.cancel_pending = g.readmit = fail
     a, b = g.agent(0), g.agent(1)
     g.join(a, b)
-    a.report_finished()
-    b.report_finished()
+    a.report(Finished())
+    b.report(Finished())
     eventually(lambda: a.verdict and b.verdict)
     eventually(lambda: "pending tasks of the run were not cancelled" in caplog.text)
     assert caplog.text.count("the tasks of the run cannot be listed") == 1

@@ -32,6 +32,7 @@ from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.effects import Claim, PublishResult
 from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.log_entry import NOBODY, RunEnding, claim, decode_signed, resume_entry
+from hpc_elastic.rendezvous.messages import End
 from hpc_elastic.rendezvous.status_writer import StatusWriter
 from hpc_elastic.run.directory import Submission
 from hpc_elastic.slurm import requeue, run_tasks
@@ -109,7 +110,7 @@ def test_an_agent_from_before_ends_and_publishes_nothing(ending):
     f = agent()
     f.tick(0.0)
     effects = f.log_read(9, replace(ENTRY, index=9, generation=1, ending=ending), 1, 0.1)
-    assert [m["status"] for m in delivered(effects, "end")] == ["superseded"]
+    assert [end.status for end in delivered(effects, End)] == ["superseded"]
     assert not of(effects, Claim, PublishResult)
     assert f.tick(9.0) == []
 

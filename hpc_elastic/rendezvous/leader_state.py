@@ -330,10 +330,9 @@ class LeaderState:
     # ---- messages -----------------------------------------------------------------------
 
     def _events(self, agent: Agent, message: messages.RunMessage, now: float) -> list[Effect]:
-        match message:
-            case messages.Join() | messages.Reattach():
-                self.run.reach.add(agent, message.probes)
-                self.versions[agent.task] = message.versions
+        if isinstance(message, (messages.Join, messages.Reattach)):
+            self.run.reach.add(agent, message.probes)
+            self.versions[agent.task] = message.versions
         match message:
             case messages.Probed():
                 self.run.reach.answered(agent, message)

@@ -125,7 +125,7 @@ def quarantine_node(run: RunDir, task: str, node: str, client: SlurmClient) -> N
     make_folder(run.avoided)
     (run.avoided / f"{name}@{node}").touch(0o644)
     client.exclude([name], [node])
-    _log.warning("%s does not start on %s until that is rid of it", name, node)
+    _log.warning("%s avoids %s until its earlier attempt has ended there", name, node)
 
 
 def lift_own_quarantine(run: RunDir, task: str, node: str, client: SlurmClient) -> None:

@@ -522,7 +522,7 @@ def test_secrets_come_from_a_file_and_not_from_the_command_line(tmp_path, capsys
     submit.prepare([run], sweep=tmp_path, name="train")
     spec = RunDir(tmp_path / "0").load()
     assert spec.file_env == {"TOKEN": "a", "MODE": "b"}
-    assert spec.settings.launcher.env == {"MODE": "c"}, "it goes before the file"
+    assert spec.settings.launcher.env == {"MODE": "c"}, "launcher.env overrides launcher.env_file"
     (note,) = capsys.readouterr().err.splitlines()
     assert note.startswith("launcher.env.API_KEY can be read by all users") and "env_file" in note
 

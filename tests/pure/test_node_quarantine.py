@@ -1,4 +1,4 @@
-"""A task starts again on the node that it was lost with when that is rid of it, and not before."""
+"""A lost task avoids its node until its earlier attempt has ended there."""
 
 import json
 

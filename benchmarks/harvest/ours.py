@@ -394,7 +394,7 @@ class ElasticRun:
             return
         if self._now - self._ticked > LIVENESS.heartbeat_interval_s:
             self._tick()
-        if len(args) == 2 and isinstance(args[1], dict):
+        if len(args) == 2 and isinstance(args[1], RunMessage):
             args = (*args, self._now)
         self._do(event(*args))
 

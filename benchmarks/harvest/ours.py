@@ -24,7 +24,6 @@ from typing import Any
 from harvest.account import Account
 from harvest.slots import PASS_S, Slot
 from hpc_elastic.agent.preemption import (
-    PreemptionNotice,
     measured_departure_s,
     of_time_limit,
     why_leave_now,
@@ -41,6 +40,7 @@ from hpc_elastic.rendezvous.messages import (
     Leave,
     MemberReport,
     Notice,
+    PreemptionNotice,
     Reattach,
     Requeue,
     RunMessage,

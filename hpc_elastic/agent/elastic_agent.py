@@ -70,7 +70,7 @@ from hpc_elastic.config.schema import AgentSettings
 from hpc_elastic.data.batch import THROUGHPUTS_VARIABLE
 from hpc_elastic.ft.messages import SOCKET_ENV, HealFailed, StateMismatch
 from hpc_elastic.rendezvous.log_entry import Agent
-from hpc_elastic.rendezvous.messages import Failed, Finished, RoundInfo
+from hpc_elastic.rendezvous.messages import Failed, Finished, PreemptionNotice, RoundInfo
 from hpc_elastic.rendezvous.replica_state import results_of
 from hpc_elastic.rendezvous.session import Session
 from hpc_elastic.rendezvous.torch_handler import SlurmRendezvousHandler
@@ -793,7 +793,7 @@ class Replica:
         self._session.expect_workers(round_, server)
 
     def why_leave(
-        self, notice: preemption.PreemptionNotice, _: Sequence[WorkerStatus], now: float
+        self, notice: PreemptionNotice, _: Sequence[WorkerStatus], now: float
     ) -> str | None:
         """Request release once; return why to wait for that no longer, None to wait."""
         if notice.by != self._announced:

@@ -234,7 +234,7 @@ class NodeAgent:
             return self._go_back(session.requeued)
         if session.departed is not None:  # a notice from the leader may have come outside a round
             notice = self._notices.current
-            reason = Reason(session.departed.reason) if notice is None else notice.reason
+            reason = session.departed.reason if notice is None else notice.reason
             code = _leave_job(self._task, self._events, reason)
             if self._queue is not None:
                 self._queue.leave_run()

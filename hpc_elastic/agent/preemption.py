@@ -21,11 +21,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from hpc_elastic.agent.signals import SignalPipe
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.rendezvous.messages import LeaveRequest
+from hpc_elastic.rendezvous.messages import PreemptionNotice
 from hpc_elastic.rendezvous.session import Session
 from hpc_elastic.run.directory import Pool
 from hpc_elastic.run.events import EventLog
@@ -40,20 +40,6 @@ _AGREEMENT_S = 1.0
 _SAFETY = 1.5
 _SET_UP_S = 30.0
 """Workers that have reported no step for longer may do work that they do not report."""
-
-
-@dataclass(frozen=True)
-class PreemptionNotice:
-    """This node is to be left.
-
-    ``by`` is when, in monotonic seconds; ``signal`` has announced it, unless it was something else;
-    ``given_s`` is how much time was given, from the announcement on, if known.
-    """
-
-    reason: Reason
-    by: float
-    signal: str | None = field(default=None, compare=False)
-    given_s: float | None = field(default=None, compare=False)
 
 
 def within(
@@ -193,7 +179,8 @@ class PreemptionState:
                 and before.by - notice.by <= _SOONER_S
             ):
                 return
-            self._send_notice()
+            if self._leader is not None:
+                self._leader.add_notice(notice)
         # last, and without the lock: the file system may hang, and the grace runs
         found = {"signal": notice.signal, "given_s": notice.given_s}
         fields = {name: value for name, value in found.items() if value is not None}
@@ -204,12 +191,8 @@ class PreemptionState:
         """Pass notices on to the run from now on, and the one that came before."""
         with self._lock:
             self._leader = leader
-            self._send_notice()
-
-    def _send_notice(self) -> None:
-        notice = self.current
-        if notice is not None and self._leader is not None:
-            self._leader.add_notice(notice.reason.value, max(0.0, notice.by - time.monotonic()))
+            if self.current is not None:
+                leader.add_notice(self.current)
 
 
 class DrainController:
@@ -230,8 +213,6 @@ class DrainController:
         self._notices = notices
         self._pages = pages
         self._why_leave = why_leave
-        self._leader_request: LeaveRequest | None = None
-        self._worker_request: float | None = None
         self._published: float | None = None
         self._leaves = False
 
@@ -241,14 +222,11 @@ class DrainController:
         departure_s = measured_departure_s(workers)
         if departure_s is not None:
             self._notices.departure_s = departure_s
-        request = self._leader.leave_request
-        if request is not None and request != self._leader_request:
-            self._leader_request = request
-            self._notices.add(PreemptionNotice(Reason.ASKED, request.deadline))
-        wanted = min((w.leave_by for w in workers if w.leave_by is not None), default=None)
-        if wanted is not None and wanted != self._worker_request:
-            self._worker_request = wanted
-            self._notices.add(PreemptionNotice(Reason.ASKED, wanted))
+        if self._leader.leader_notice is not None:
+            self._notices.add(self._leader.leader_notice)
+        asked = [worker.leave_by for worker in workers if worker.leave_by is not None]
+        if asked:
+            self._notices.add(PreemptionNotice(Reason.ASKED, min(asked)))
         notice = self._notices.current
         if notice is None or self._leaves:
             return

@@ -44,6 +44,7 @@ from hpc_elastic.rendezvous.effects import (
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, has_no_leader
 from hpc_elastic.run.event_schema import LossReason
+from hpc_elastic.slurm.exit_action import Reason
 
 CONFIRM_REFUSAL_S = 0.2
 """A port must refuse connections for this time before its leader is taken for dead."""
@@ -107,7 +108,7 @@ class FollowerState:
         """The report of how the workers of that round ended; None while they run."""
         self._in_round = False
         """Whether this agent has a place in a round that was not stopped."""
-        self._notice: messages.LeaveRequest | None = None
+        self._notice: messages.PreemptionNotice | None = None
         self._reading = self._claiming = False
         self._read_began = now
         self._read_due = now
@@ -148,24 +149,22 @@ class FollowerState:
         )
         return [*last, *self._send_to_leader(report)]
 
-    def add_notice(self, reason: str, left_s: float, now: float) -> list[Effect]:
+    def add_notice(self, notice: messages.PreemptionNotice, now: float) -> list[Effect]:
         """Put this node under notice; the first reason and the earliest deadline count."""
-        deadline = now + left_s
-        if self._over or (self._notice is not None and self._notice.deadline <= deadline):
+        known = self._notice
+        if self._over or (known is not None and known.by <= notice.by):
             return []
-        if self._notice is not None:
-            reason = self._notice.reason
-        self._notice = messages.LeaveRequest(reason, left_s, deadline)
+        self._notice = notice if known is None else replace(known, by=notice.by)
         if not self._in_round:
-            return [Deliver(self._notice), *self.leave_now()]
-        return [Deliver(self._notice), *self._send_to_leader(messages.Notice(reason, left_s))]
+            return self.leave_now()
+        return self._send_to_leader(self._notice.for_leader(now))
 
     def leave_now(self) -> list[Effect]:
         """Leave the run because of the notice, without waiting for a checkpoint."""
         if self._over:
             return []
-        reason = self._notice.reason if self._notice is not None else "asked"
-        leave = messages.Leave(f"{LossReason.TO_BE_LEFT}: {reason}")
+        reason = self._notice.reason if self._notice is not None else Reason.ASKED
+        leave = messages.Leave(f"{LossReason.TO_BE_LEFT}: {reason.value}")
         return [*self._send_to_leader(leave), *self._end_session(messages.Departed(reason))]
 
     # ---- events -------------------------------------------------------------------------
@@ -260,8 +259,7 @@ class FollowerState:
         if self._final_report is not None:
             reports.append(self._final_report)
         if self._notice is not None:
-            left_s = max(0.0, self._notice.deadline - now)
-            reports.append(messages.Notice(self._notice.reason, left_s))
+            reports.append(self._notice.for_leader(now))
         return [SendToLeader(message) for message in reports]
 
     def not_connected(self, why: str, now: float, *, refused: bool) -> list[Effect]:
@@ -305,7 +303,9 @@ class FollowerState:
                 return [ProbePeers(message)]
             case messages.NoticeRequest(left_s):
                 confirmed = self._send_to_leader(messages.NoticeConfirmed())
-                return [*confirmed, *self.add_notice("asked", left_s, now)]
+                notice = messages.PreemptionNotice(Reason.ASKED, now + left_s)
+                added = self.add_notice(notice, now)
+                return [*confirmed, Deliver(notice), *added] if added else confirmed
             case messages.End() | messages.Requeue():
                 return self._end_session(message)
         return []

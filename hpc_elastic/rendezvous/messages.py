@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from hpc_elastic.ft import messages as ft_messages
 from hpc_elastic.rendezvous.log_entry import Failure, RunEnding, of_known
+from hpc_elastic.slurm.exit_action import Reason
 from hpc_elastic.step_agreement import StepVote
 from hpc_elastic.worker.shared_page import CheckpointRequest
 
@@ -394,19 +395,25 @@ class Waiting(RunMessage):
 class Departed(RunMessage):
     """This node has left the run because of its notice; the agent must still stop its workers."""
 
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True)
-class LeaveRequest(RunMessage):
-    """A notice of this node, from any source.
+class PreemptionNotice(RunMessage):
+    """This node is to be left; between agent and leader it is `Notice` and `NoticeRequest`.
 
-    ``left_s`` is the time that was left when it arrived; ``deadline`` is in monotonic seconds.
+    ``by`` is when, in monotonic seconds; ``signal`` has announced it, unless it was something else;
+    ``given_s`` is how much time was given, from the announcement on, if known.
     """
 
-    reason: str
-    left_s: float
-    deadline: float
+    reason: Reason
+    by: float
+    signal: str | None = field(default=None, compare=False)
+    given_s: float | None = field(default=None, compare=False)
+
+    def for_leader(self, now: float) -> Notice:
+        """Return the report of this notice; ``now`` is in monotonic seconds."""
+        return Notice(self.reason.value, max(0.0, self.by - now))
 
 
 # ---- the JSON form

@@ -139,15 +139,14 @@ class Session:
             return outcome
         raise TimeoutError(f"no round closed within {timeout_s:g} s: {self._state.news}")
 
-    def add_notice(self, reason: str, left_s: float) -> None:
+    def add_notice(self, notice: messages.PreemptionNotice) -> None:
         """Put this node under notice: its run saves, and the node leaves the run.
 
         Outside a round `departed` is set at once, in a round when the round stops. A later notice
-        counts only if it leaves less time; its reason, a few words for the log, does not replace
-        the first one.
+        counts only if it leaves less time; its reason does not replace the first one.
         """
         now = time.monotonic()
-        self.run_in_loop(lambda: self._carry_out(self._following.add_notice(reason, left_s, now)))
+        self.run_in_loop(lambda: self._carry_out(self._following.add_notice(notice, now)))
 
     def leave_now(self) -> None:
         """Leave because of the notice, without waiting for the round: sets `departed`."""
@@ -203,9 +202,9 @@ class Session:
         return self._state.checkpoint_request
 
     @property
-    def leave_request(self) -> messages.LeaveRequest | None:
-        """The notice of this node, from any source; None if there is none."""
-        return self._state.leave_request
+    def leader_notice(self) -> messages.PreemptionNotice | None:
+        """The leader's last notice for this node; None if there is none."""
+        return self._state.leader_notice
 
     @property
     def verdict(self) -> messages.End | None:
@@ -481,7 +480,7 @@ class SessionState:
         self.stop_requested = False
         self.stacks = 0
         self.checkpoint_request: CheckpointRequest | None = None
-        self.leave_request: messages.LeaveRequest | None = None
+        self.leader_notice: messages.PreemptionNotice | None = None
         self.ending: Ending | None = None
         self.news = "reading the entries of the run"
         self.error: BaseException | None = None
@@ -531,9 +530,8 @@ class SessionState:
                     self.stacks = number
                 case messages.CheckpointRequested(request):
                     self.checkpoint_request = request
-                case messages.LeaveRequest(reason, left_s):
-                    self.leave_request = message
-                    _log.info("this node must be left within %.0f s: %s", left_s, reason)
+                case messages.PreemptionNotice():
+                    self.leader_notice = message
                 case messages.End():
                     self.ending = message
                 case messages.Requeue() | messages.Departed():

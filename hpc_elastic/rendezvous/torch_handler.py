@@ -108,7 +108,7 @@ class SlurmRendezvousHandler(RendezvousHandler):
                 case Requeue():
                     raise RendezvousGracefulExitError("this node goes back to the queue")
                 case Departed(reason):
-                    raise RendezvousGracefulExitError(f"this node leaves the run: {reason}")
+                    raise RendezvousGracefulExitError(f"this node leaves the run: {reason.value}")
                 case End("closed"):
                     raise RendezvousClosedError("the rendezvous has been closed")
                 case End(status):

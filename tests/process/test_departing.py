@@ -13,12 +13,18 @@ from group import PATIENCE_S, Group, eventually, kill
 from hpc_elastic.agent.worker_channel import WorkerChannel
 from hpc_elastic.rendezvous.leader_state import MAX_UNMATCHED, LeaveRequests
 from hpc_elastic.rendezvous.log_entry import Agent, claim
-from hpc_elastic.rendezvous.messages import Departed
+from hpc_elastic.rendezvous.messages import Departed, PreemptionNotice
 from hpc_elastic.rendezvous.session import Session
 from hpc_elastic.rendezvous.term import DEFAULT_LEFT_S, RunFiles, TermFolder
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import carried_out
+from hpc_elastic.slurm.exit_action import Reason
 from hpc_elastic.worker.shared_page import CheckpointPoll, SharedPage
+
+
+def within(left_s: float, reason: Reason) -> PreemptionNotice:
+    """Return the notice of a node that is to be left."""
+    return PreemptionNotice(reason, time.monotonic() + left_s)
 
 
 class Worker:
@@ -87,10 +93,10 @@ def test_all_save_at_one_step_and_the_others_go_on_without_the_node(group, train
     workers = train(*agents)
     leaving = g.leader if leads else g.followers[0]
     others = [s for s in agents if s is not leaving]
-    leaving.add_notice("signal", 8.0)
+    leaving.add_notice(within(8.0, Reason.SIGNAL))
     eventually(lambda: leaving.departed and all(s.stop_requested for s in others))
-    assert leaving.departed == Departed("signal") and leaving.stop_requested
-    assert leaving.join(1.0) == Departed("signal")
+    assert leaving.departed == Departed(Reason.SIGNAL) and leaving.stop_requested
+    assert leaving.join(1.0) == Departed(Reason.SIGNAL)
     (saved,) = {tuple(w.saved) for w in workers}
     assert len(saved) == 1
     assert {w.page.read().passed for w in workers} == set(saved), "no step was made beyond it"
@@ -108,7 +114,7 @@ def test_everybody_leaves_at_one_step(group, train):
     agents = training(g, 2)
     workers = train(*agents)
     for s in agents:
-        s.add_notice("time_limit", 60.0)
+        s.add_notice(within(60.0, Reason.TIME_LIMIT))
     eventually(lambda: all(s.departed for s in agents))
     assert len({tuple(w.saved) for w in workers}) == 1 and len(workers[0].saved) == 1
 
@@ -143,7 +149,7 @@ def test_a_node_whose_time_is_over_leaves_though_nothing_was_saved(group):
     """Its workers never asked."""
     g = group(max_nodes=2, scale_up="checkpoint")
     leaving, other = training(g, 2)
-    leaving.add_notice("signal", 5.0)
+    leaving.add_notice(within(5.0, Reason.SIGNAL))
     eventually(lambda: g.events("preemption_notice"))
     assert leaving.departed is None
     leaving.leave_now()
@@ -156,7 +162,7 @@ def test_a_node_that_loses_its_leader_leaves_if_it_is_under_notice(group):
     g = group(max_nodes=2, scale_up="checkpoint")
     training(g, 2)
     (leaving,) = g.followers
-    leaving.add_notice("signal", 60.0)
+    leaving.add_notice(within(60.0, Reason.SIGNAL))
     kill(g.leader)
     eventually(lambda: leaving.departed)
 
@@ -167,8 +173,8 @@ def test_a_node_that_waits_leaves_at_once(group):
     lone = g.agent(0)
     waiting = g.threads.submit(lone.join, PATIENCE_S)
     eventually(lambda: g.events("joined"))
-    lone.add_notice("asked", 600.0)
-    assert waiting.result(PATIENCE_S) == Departed("asked")
+    lone.add_notice(within(600.0, Reason.ASKED))
+    assert waiting.result(PATIENCE_S) == Departed(Reason.ASKED)
 
 
 # ---- notice files -------------------------------------------------------------------------
@@ -183,13 +189,14 @@ def test_a_notice_file_asks_a_node_to_leave(group, name):
     staged, file = (g.run.notices / n for n in (f".{name}", name))
     staged.write_text("30\n")
     staged.rename(file)
-    eventually(lambda: agents[1].leave_request and not file.exists())
+    eventually(lambda: agents[1].leader_notice and not file.exists())
     eventually(lambda: not list(g.run.rdzv.glob("term.*/notice.*")))
-    assert agents[1].leave_request.reason == "asked" and agents[1].leave_request.left_s == 30.0
+    notice = agents[1].leader_notice
+    assert notice.reason is Reason.ASKED and notice.by <= time.monotonic() + 30.0
     if name == "all":
-        eventually(lambda: agents[0].leave_request)
+        eventually(lambda: agents[0].leader_notice)
     else:
-        assert agents[0].leave_request is None
+        assert agents[0].leader_notice is None
 
 
 def test_a_notice_for_the_leaders_own_node_is_taken_away_though_it_stops_at_once(
@@ -209,7 +216,7 @@ def test_a_notice_for_the_leaders_own_node_is_taken_away_though_it_stops_at_once
     leader = g.leader
     file = g.run.notices / f"7_{g.sessions.index(leader)}"
     file.touch()
-    eventually(lambda: leader.leave_request)
+    eventually(lambda: leader.leader_notice)
     leader.leave("asked")
     assert not file.exists() and not list(g.run.rdzv.glob("term.*/*"))
 

@@ -34,11 +34,11 @@ from hpc_elastic.agent.elastic_agent import (
     WorkerProcess,
     first_step_fields,
 )
-from hpc_elastic.agent.preemption import PreemptionNotice, PreemptionState
+from hpc_elastic.agent.preemption import PreemptionState
 from hpc_elastic.agent.warm_workers import WarmWorkerPool
 from hpc_elastic.agent.worker_failures import EndedWorker, NodeIdentity, WorkerFiles
 from hpc_elastic.config.schema import AgentSettings
-from hpc_elastic.rendezvous.messages import Finished
+from hpc_elastic.rendezvous.messages import Finished, PreemptionNotice
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.slurm.exit_action import Reason
 from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus

@@ -11,7 +11,6 @@ import pytest
 
 from hpc_elastic.agent.preemption import (
     DrainController,
-    PreemptionNotice,
     PreemptionState,
     PreemptionWatcher,
     TimeLimitSource,
@@ -19,7 +18,7 @@ from hpc_elastic.agent.preemption import (
 )
 from hpc_elastic.config.schema import SlurmSettings
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.rendezvous import messages
+from hpc_elastic.rendezvous.messages import PreemptionNotice
 from hpc_elastic.run.directory import Pool, PoolTerms
 from hpc_elastic.run.events import EventLog, read_events
 from hpc_elastic.slurm.exit_action import Reason
@@ -41,8 +40,8 @@ WATCHED = textwrap.dedent(
 
     class Leader:
         told = []
-        def add_notice(self, reason, left_s):
-            self.told.append([reason, left_s])
+        def add_notice(self, notice):
+            self.told.append(notice.reason.value)
 
     scheduler = TimeLimitSource(lambda: ExitAction.EXIT, lambda: None)
     notices = PreemptionState(EventLog(Path(sys.argv[1]), "7_1"))
@@ -70,7 +69,7 @@ def test_a_signal_that_came_before_everything_else_is_a_notice(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     reason, told = json.loads(done.stdout)
-    assert reason == "signal" and {r for r, _ in told} == {"signal"}
+    assert reason == "signal" and {*told} == {"signal"}
     assert [e["left_s"] for e in read_events(tmp_path)] == pytest.approx([55, 25], abs=10)
 
 
@@ -146,13 +145,13 @@ class Leader:
     """A session that has heard something, and notes what it is told."""
 
     def __init__(self) -> None:
-        self.leave_request: messages.LeaveRequest | None = None
-        self.told: list[tuple[str, float]] = []
+        self.leader_notice: PreemptionNotice | None = None
+        self.told: list[PreemptionNotice] = []
         self.left = 0
 
-    def add_notice(self, reason: str, left_s: float) -> None:
+    def add_notice(self, notice: PreemptionNotice) -> None:
         """Note it."""
-        self.told.append((reason, left_s))
+        self.told.append(notice)
 
     def leave_now(self) -> None:
         """Count it."""
@@ -176,7 +175,7 @@ def test_a_script_can_ask_for_its_node_to_be_left(node):
     page.release_node(within_s=1e6)
     drain.poll(0.0)
     drain.poll(0.1)
-    assert [reason for reason, _ in leader.told] == ["asked"] and not leader.left
+    assert [notice.reason for notice in leader.told] == [Reason.ASKED] and not leader.left
     assert notices.current is not None and page.notice_left_s > 1e5
 
 
@@ -184,7 +183,7 @@ def test_the_leaders_word_is_a_notice(node):
     """Somebody has put a file there."""
     leader, notices, page, drain = node
     page.poll_checkpoint(1)
-    leader.leave_request = messages.LeaveRequest("asked", 50.0, 1e9)
+    leader.leader_notice = PreemptionNotice(Reason.ASKED, 1e9)
     drain.poll(0.0)
     assert notices.current == PreemptionNotice(Reason.ASKED, 1e9)
 
@@ -204,7 +203,7 @@ def test_the_run_is_told_before_anything_is_written(tmp_path):
     thread.start()
     try:
         assert hangs.wait(60)
-        assert [reason for reason, _ in leader.told] == ["signal"]
+        assert [notice.reason for notice in leader.told] == [Reason.SIGNAL]
         notices.close()
     finally:
         goes_on.set()

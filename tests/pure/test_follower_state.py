@@ -36,15 +36,16 @@ from hpc_elastic.rendezvous.messages import (
     Finished,
     Heartbeat,
     Leave,
-    LeaveRequest,
     Notice,
     NoticeConfirmed,
     NoticeRequest,
+    PreemptionNotice,
     Requeue,
     Stop,
     Waiting,
 )
 from hpc_elastic.rendezvous.session import SessionState
+from hpc_elastic.slurm.exit_action import Reason
 
 # ---- finding a leader ---------------------------------------------------------------------
 
@@ -249,12 +250,15 @@ def test_a_replaced_leader_is_disconnected():
 # ---- a node under notice -----------------------------------------------------------------
 
 
+def add_notice(f, reason: str, left_s: float, now: float):
+    """Put a node under notice at a time."""
+    return f.add_notice(PreemptionNotice(Reason(reason), now + left_s), now)
+
+
 def test_outside_a_round_a_node_under_notice_leaves_at_once():
     """It has no steps to save."""
     f = agent()
-    noticed, leaving = f.add_notice("signal", 5.0, 1.0)
-    assert noticed == Deliver(LeaveRequest("signal", 5.0, 6.0))
-    assert leaving == Deliver(Departed(reason="signal"))
+    assert add_notice(f, "signal", 5.0, 1.0) == [Deliver(Departed(Reason.SIGNAL))]
     assert f.tick(2.0) == []
 
 
@@ -263,15 +267,15 @@ def test_a_node_under_notice_that_waits_for_a_place_reports_that_it_leaves():
     f = following()
     f.received(Stop(reason="node3 joins"), 1.0)
     f.join()
-    effects = f.add_notice("signal", 5.0, 1.5)
+    effects = add_notice(f, "signal", 5.0, 1.5)
     assert [type(e.message) for e in of(effects, SendToLeader)] == [Leave]
-    assert delivered(effects, Departed) == [Departed(reason="signal")]
+    assert delivered(effects, Departed) == [Departed(Reason.SIGNAL)]
 
 
 def test_in_a_round_the_notice_is_reported_and_the_node_stays():
     """All ranks save before it leaves."""
     f = following()
-    effects = f.add_notice("signal", 5.0, 1.0)
+    effects = add_notice(f, "signal", 5.0, 1.0)
     assert of(effects, SendToLeader) == [SendToLeader(Notice(reason="signal", left_s=5.0))]
     assert delivered(effects, Departed) == []
 
@@ -280,7 +284,7 @@ def test_in_a_round_the_notice_is_reported_and_the_node_stays():
 def test_a_node_under_notice_leaves_when_its_round_ends(ends):
     """For any reason, and it sends ``leave`` before its workers have ended."""
     f = following()
-    f.add_notice("signal", 5.0, 1.0)
+    add_notice(f, "signal", 5.0, 1.0)
     if ends == "stop":
         effects = f.received(Stop(reason="at the checkpoint of step 3"), 2.0)
         assert [type(e.message) for e in of(effects, SendToLeader)] == [Leave]
@@ -294,15 +298,15 @@ def test_a_notice_after_the_stop_of_the_round_lets_the_node_leave_at_once():
     """Its workers are being stopped, and it has not requested another place yet."""
     f = following()
     f.received(Stop(reason="node3 joins"), 1.0)
-    assert delivered(f.add_notice("signal", 5.0, 1.5), Departed)
+    assert delivered(add_notice(f, "signal", 5.0, 1.5), Departed)
 
 
 def test_the_nearest_deadline_counts_and_the_first_reason():
     """A later notice that leaves more time is ignored."""
     f = following()
-    f.add_notice("time_limit", 100.0, 1.0)
-    assert f.add_notice("asked", 200.0, 2.0) == []
-    (send,) = of(f.add_notice("signal", 5.0, 3.0), SendToLeader)
+    add_notice(f, "time_limit", 100.0, 1.0)
+    assert add_notice(f, "asked", 200.0, 2.0) == []
+    (send,) = of(add_notice(f, "signal", 5.0, 3.0), SendToLeader)
     assert send.message == Notice(reason="time_limit", left_s=5.0)
 
 
@@ -310,8 +314,7 @@ def test_the_leader_may_put_a_node_under_notice():
     """A notice file is kept until the agent confirms it, each time."""
     f = following()
     effects = f.received(NoticeRequest(left_s=600.0), 1.0)
-    (noticed,) = delivered(effects, LeaveRequest)
-    assert (noticed.reason, noticed.left_s) == ("asked", 600.0)
+    assert delivered(effects, PreemptionNotice) == [PreemptionNotice(Reason.ASKED, 601.0)]
     confirmed = SendToLeader(NoticeConfirmed())
     reported = SendToLeader(Notice(reason="asked", left_s=600.0))
     assert of(effects, SendToLeader) == [confirmed, reported]
@@ -321,11 +324,11 @@ def test_the_leader_may_put_a_node_under_notice():
 def test_a_node_leaves_at_its_deadline():
     """The checkpoint was not agreed on in time."""
     f = following()
-    f.add_notice("signal", 5.0, 1.0)
+    add_notice(f, "signal", 5.0, 1.0)
     effects = f.leave_now()
     assert delivered(effects, Departed)
     assert [type(e.message) for e in of(effects, SendToLeader)] == [Leave]
-    assert f.leave_now() == [] and f.add_notice("signal", 1.0, 6.0) == []
+    assert f.leave_now() == [] and add_notice(f, "signal", 1.0, 6.0) == []
 
 
 def test_checkpoint_requests_reach_only_the_workers_of_a_round():

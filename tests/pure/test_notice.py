@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from hpc_elastic.agent.preemption import (
-    PreemptionNotice,
     measured_departure_s,
     merged,
     of_departure,
@@ -16,6 +15,7 @@ from hpc_elastic.agent.preemption import (
     within,
 )
 from hpc_elastic.config.schema import SlurmSettings
+from hpc_elastic.rendezvous.messages import PreemptionNotice
 from hpc_elastic.run.directory import Pool, PoolTerms
 from hpc_elastic.slurm.exit_action import ExitAction, Reason
 from hpc_elastic.worker.shared_page import WorkerStatus

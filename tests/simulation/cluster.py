@@ -52,9 +52,9 @@ from hpc_elastic.rendezvous.messages import (
     Finished,
     Heartbeat,
     Leave,
-    LeaveRequest,
     MemberReport,
     NoticeRequest,
+    PreemptionNotice,
     Probe,
     Probed,
     RankState,
@@ -73,6 +73,7 @@ from hpc_elastic.rendezvous.round_state import units_of
 from hpc_elastic.rendezvous.session import SessionState
 from hpc_elastic.rendezvous.term import Term, TermFolder
 from hpc_elastic.run.event_schema import LossReason
+from hpc_elastic.slurm.exit_action import Reason
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.worker.shared_page import CheckpointRequest, WorkerStatus
 from simulation.invariants import Monitor
@@ -437,7 +438,8 @@ class AgentProcess:
         if self.over:
             return
         self._is_noticed = True
-        self._do(self._following.add_notice("signal", left_s, self.host.clock()))
+        now = self.host.clock()
+        self._do(self._following.add_notice(PreemptionNotice(Reason.SIGNAL, now + left_s), now))
         self._obey_notice()
 
     def _obey_notice(self) -> None:
@@ -620,7 +622,8 @@ class AgentProcess:
             case CheckpointRequested():
                 self._session.handle_message(message)
                 self.touch()
-            case LeaveRequest("asked", left_s):
+            case PreemptionNotice():
+                left_s = message.by - self.host.clock()
                 self.env.world.after(0.001, self.process, self._obey_notice)
                 self.env.world.after(left_s, self.process, self.leave_now)
             case Departed():

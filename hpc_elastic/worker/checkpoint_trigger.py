@@ -30,7 +30,7 @@ from typing import ClassVar
 
 from hpc_elastic.worker import process_group
 from hpc_elastic.worker.reporting import own_page
-from hpc_elastic.worker.shared_page import CheckpointPoll, SharedPage
+from hpc_elastic.worker.shared_page import SharedPage
 
 _FIRST_AFTER_S = 30.0
 """With an overhead, what a checkpoint costs is not known before the first one."""
@@ -150,7 +150,7 @@ class PeriodDecision:
         self._agreed = dict[Period, tuple[int, int, float]]()
         """Outside a run: the step at which the ranks agreed last, that at which they do so again,
         and the time."""
-        self._polled = CheckpointPoll.NONE
+        self._polled = False
 
     def at(self, step: int, period: Period, now: float) -> bool:
         """Decide whether to save after this step; every rank decides the same."""
@@ -160,7 +160,7 @@ class PeriodDecision:
         else:
             if is_new:
                 self._polled = self._page.poll_checkpoint(step)
-            yes = self._polled is not CheckpointPoll.NONE or period.is_due(step)
+            yes = self._polled or period.is_due(step)
             waits = self._asked_at is not None and now - self._asked_at < _ASK_AGAIN_S
             if not yes and self._is_first and not waits and self._clock.is_due(period, now):
                 self._asked_at = now  # once, and again if nothing comes of it

@@ -25,8 +25,8 @@ import mmap
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from hpc_elastic.errors import HpcElasticError
 
@@ -63,13 +63,23 @@ _WHY_AT, _LONGEST_WHY = 2048, 1024
 """Where on the page stands why a checkpoint was not written, and its bytes at most."""
 _METRICS_AT = 3072
 """Where the names of the metrics stand, a line each."""
-_COUNTS = (
-    _STEP, _SAMPLES, _TOTAL, _BOUNDARY, _PASSED, _FIRST, _RESTORED, _UNSAVED, _STORED, _AGREED,
-    _GROUP, _BAD_STEP,
-)  # fmt: skip
-"""Fields that begin with `_UNSET`."""
-_NO_NUMBER = (_LOSS, _TIME, _LEAVE_BY, _NOTICE_BY, _FIRST_TIME, _RESTORE_S, _GOODPUT, _SAVE_S)
-"""Fields that begin with NaN."""
+_COUNTS = {
+    "step": _STEP, "samples": _SAMPLES, "total_steps": _TOTAL, "boundary": _BOUNDARY,
+    "passed": _PASSED, "agreed": _AGREED, "first_step": _FIRST, "restored": _RESTORED,
+    "unsaved": _UNSAVED, "stored": _STORED, "group": _GROUP, "bad_step": _BAD_STEP,
+}  # fmt: skip
+"""Fields of `WorkerStatus` that begin with `_UNSET`, and are None then."""
+_TIMES = {
+    "step_time": _TIME, "leave_by": _LEAVE_BY, "first_time": _FIRST_TIME,
+    "restore_s": _RESTORE_S, "save_s": _SAVE_S,
+}  # fmt: skip
+"""Those that begin with NaN, and are None then."""
+_NUMBERS = {
+    "paused": _PAUSED, "waiting": _WAITING, "wanted": _WANTED, "pulse": _PULSE, "busy": _BUSY,
+    "num_unsaved": _NUM_UNSAVED,
+}  # fmt: skip
+"""Those that begin with 0."""
+_NO_NUMBER = (*_TIMES.values(), _LOSS, _NOTICE_BY, _GOODPUT)
 _POLL_INTERVAL_S = 0.002
 
 
@@ -91,15 +101,6 @@ class CheckpointRequest:
     confirmed: bool = False
     pause: bool = False
     released: bool = False
-
-
-class CheckpointPoll(Enum):
-    """Whether a worker is to save after a step; the same on all ranks."""
-
-    NONE = "none"
-    SAVE = "save"
-    SAVE_AND_PAUSE = "save and pause"
-    """The group changes at this checkpoint: save to shared storage, and stay there."""
 
 
 class SharedPage:
@@ -126,7 +127,7 @@ class SharedPage:
         page = cls(staged)
         for at in _NO_NUMBER:
             page._floats[at] = math.nan
-        for at in _COUNTS:
+        for at in _COUNTS.values():
             page._numbers[at] = _UNSET
         staged.replace(path)
         return page
@@ -226,7 +227,7 @@ class SharedPage:
         self._numbers[_UNSAVED] = step
         self._numbers[_NUM_UNSAVED] += 1  # last: with it, all else is there
 
-    def poll_checkpoint(self, step: int) -> CheckpointPoll:
+    def poll_checkpoint(self, step: int) -> bool:
         """Publish that a step is done, and return whether all ranks save there (worker).
 
         It returns at once, unless a request for this step or an earlier one is not confirmed yet.
@@ -235,19 +236,18 @@ class SharedPage:
         previous, self._numbers[_PASSED] = self._numbers[_PASSED], step
         request = self._numbers[_REQUEST]
         if request == _NO_REQUEST:
-            return CheckpointPoll.NONE
+            return False
         return self._await_request(range(max(previous, 0) + 1, step + 1), request)
 
-    def _await_request(self, new_steps: range, request: int) -> CheckpointPoll:
+    def _await_request(self, new_steps: range, request: int) -> bool:
         """Wait while a request for one of these steps is not confirmed; none was polled before."""
         until, step = time.monotonic() + LONGEST_WAIT_S, new_steps.stop - 1
         while request & _NEXT_CHECKPOINT in new_steps:
             number = request >> _STEP_BITS
             self._numbers[_WAITING] = number
-            confirmed = self._numbers[_CONFIRMED]
-            if confirmed >> 1 == number:
+            if self._numbers[_CONFIRMED] >> 1 == number:
                 self._numbers[_AGREED] = step
-                return CheckpointPoll.SAVE_AND_PAUSE if confirmed & 1 else CheckpointPoll.SAVE
+                return True
             if time.monotonic() > until:
                 raise HpcElasticError(
                     f"the checkpoint of step {step} was not confirmed within {LONGEST_WAIT_S:g} s: "
@@ -255,7 +255,7 @@ class SharedPage:
                 )
             time.sleep(_POLL_INTERVAL_S)
             request = self._numbers[_REQUEST]
-        return CheckpointPoll.NONE
+        return False
 
     def set_busy(self, by: int, took_s: float = 0.0) -> None:
         """Publish that a long operation starts (1), or has ended (-1) after ``took_s`` (worker)."""
@@ -290,7 +290,7 @@ class SharedPage:
         return self._pause_request(step) != 0
 
     def changes_group_at(self, step: int) -> bool:
-        """Return whether `poll_checkpoint` has found `CheckpointPoll.SAVE_AND_PAUSE` at a step.
+        """Return whether the group changes at a step at which `poll_checkpoint` returned true.
 
         It stays so while the worker is at that step: no later request is confirmed before all
         workers have passed it.
@@ -342,44 +342,24 @@ class SharedPage:
 
     def read(self) -> WorkerStatus:
         """Return what the worker last published (agent)."""
-        numbers = self._numbers
+        numbers, floats = self._numbers, self._floats
+        names = bytes(self._metric_names[: numbers[_METRICS_BYTES]]).decode().splitlines()
+        values: dict[str, Any] = {name: numbers[at] for name, at in _NUMBERS.items()}
+        for name, at in _COUNTS.items():
+            values[name] = None if numbers[at] == _UNSET else numbers[at]
+        for name, at in _TIMES.items():
+            values[name] = _given(floats[at])
         return WorkerStatus(
-            step=_known(numbers[_STEP]),
-            samples=_known(numbers[_SAMPLES]),
-            loss=self._floats[_LOSS] if math.isfinite(self._floats[_LOSS]) else None,
-            step_time=_given(self._floats[_TIME]),
-            total_steps=_known(numbers[_TOTAL]),
-            boundary=_known(numbers[_BOUNDARY]),
-            paused=numbers[_PAUSED],
-            passed=_known(numbers[_PASSED]),
-            waiting=numbers[_WAITING],
-            agreed=_known(numbers[_AGREED]),
-            wanted=numbers[_WANTED],
-            leave_by=_given(self._floats[_LEAVE_BY]),
-            first_step=_known(numbers[_FIRST]),
-            first_time=_given(self._floats[_FIRST_TIME]),
-            restored=_known(numbers[_RESTORED]),
-            restore_s=_given(self._floats[_RESTORE_S]),
-            blocked_s=self._floats[_BLOCKED_S],
+            **values,
+            loss=floats[_LOSS] if math.isfinite(floats[_LOSS]) else None,
+            blocked_s=floats[_BLOCKED_S],
             counted=bool(numbers[_COUNTED]),
-            pulse=numbers[_PULSE],
-            busy=numbers[_BUSY],
-            busy_s=self._floats[_BUSY_S],
-            num_unsaved=numbers[_NUM_UNSAVED],
-            unsaved=_known(numbers[_UNSAVED]),
-            stored=_known(numbers[_STORED]),
-            save_s=_given(self._floats[_SAVE_S]),
+            busy_s=floats[_BUSY_S],
             returned=bool(numbers[_RETURNED]),
-            group=_known(numbers[_GROUP]),
-            bad_step=_known(numbers[_BAD_STEP]),
-            bad_loss="" if numbers[_BAD_STEP] == _UNSET else str(self._floats[_BAD_LOSS]),
+            bad_loss="" if values["bad_step"] is None else str(floats[_BAD_LOSS]),
             metrics={
                 name: value
-                for name, value in zip(
-                    bytes(self._metric_names[: numbers[_METRICS_BYTES]]).decode().splitlines(),
-                    self._floats[_FIRST_METRIC:],
-                    strict=False,
-                )
+                for name, value in zip(names, floats[_FIRST_METRIC:], strict=False)
                 if math.isfinite(value)
             },
         )
@@ -387,10 +367,6 @@ class SharedPage:
     def why_not_saved(self) -> str:
         """Return why the last checkpoint was not written (agent)."""
         return bytes(self._why[: self._numbers[_WHY_BYTES]]).decode(errors="replace")
-
-
-def _known(value: int) -> int | None:
-    return None if value == _UNSET else value
 
 
 def _given(value: float) -> float | None:

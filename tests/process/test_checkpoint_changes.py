@@ -16,7 +16,6 @@ from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions
 from hpc_elastic.checkpoint.store import Store, verify_checkpoint
 from hpc_elastic.worker.shared_page import (
     DIRECTORY_VARIABLE,
-    CheckpointPoll,
     CheckpointRequest,
     SharedPage,
 )
@@ -61,7 +60,7 @@ def save_where_agreed(rank: int, folder: str, asynchronous: bool) -> list[int]:
     assert ckpt.save(2)
     request = CheckpointRequest(5, 2, confirmed=True, pause=True)
     page.request_checkpoint(request)
-    assert page.poll_checkpoint(2) is CheckpointPoll.SAVE_AND_PAUSE
+    assert page.poll_checkpoint(2) and page.changes_group_at(2)
     with ThreadPoolExecutor(1) as pool:
         saved = pool.submit(ckpt.save, 2)
         eventually(lambda: page.read().paused == 5)

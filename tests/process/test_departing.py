@@ -19,7 +19,7 @@ from hpc_elastic.rendezvous.term import DEFAULT_LEFT_S, RunFiles, TermFolder
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import carried_out
 from hpc_elastic.slurm.exit_action import Reason
-from hpc_elastic.worker.shared_page import CheckpointPoll, SharedPage
+from hpc_elastic.worker.shared_page import SharedPage
 
 
 def within(left_s: float, reason: Reason) -> PreemptionNotice:
@@ -45,7 +45,7 @@ class Worker:
         step = 0
         while not self.over.wait(0.005):
             step += 1
-            if self.page.poll_checkpoint(step) is not CheckpointPoll.NONE:
+            if self.page.poll_checkpoint(step):
                 self.saved.append(step)
                 self.page.pause_at(step)
 

@@ -18,13 +18,11 @@ from hpc_elastic.worker import reporting, shared_page
 from hpc_elastic.worker.reporting import mark_checkpoint
 from hpc_elastic.worker.shared_page import (
     DIRECTORY_VARIABLE,
-    CheckpointPoll,
     CheckpointRequest,
     SharedPage,
     WorkerStatus,
 )
 
-NONE, SAVE, SAVE_AND_PAUSE = CheckpointPoll
 AT_NEXT = CheckpointRequest(7, None, confirmed=True, pause=True)
 """To stay at the next checkpoint, whichever that is."""
 
@@ -338,17 +336,17 @@ def wait_until(holds):
 def test_without_a_proposal_every_step_goes_on(sides):
     """And the agent sees how far the worker is."""
     agent, worker = sides
-    assert {worker.poll_checkpoint(step) for step in range(5)} == {NONE}
+    assert {worker.poll_checkpoint(step) for step in range(5)} == {False}
     assert (agent.read().passed, agent.read().waiting) == (4, 0)
 
 
-@pytest.mark.parametrize(("pause", "found"), [(False, SAVE), (True, SAVE_AND_PAUSE)])
-def test_a_confirmed_step_is_saved_once_and_no_other(sides, pause, found):
+@pytest.mark.parametrize("pause", [False, True])
+def test_a_confirmed_step_is_saved_once_and_no_other(sides, pause):
     """Confirmed before the worker comes there, it does not wait."""
     agent, worker = sides
     confirm(agent, 2, 7, pause)
-    polled = {step: worker.poll_checkpoint(step) for step in range(1, 10)}
-    assert {step: poll for step, poll in polled.items() if poll is not NONE} == {7: found}
+    polled = [step for step in range(1, 10) if worker.poll_checkpoint(step)]
+    assert polled == [7] and worker.changes_group_at(7) is pause
     assert agent.read().agreed == 7
 
 
@@ -356,25 +354,26 @@ def test_a_script_that_polls_every_few_steps_saves_at_the_first_one_behind(sides
     """All ranks poll the same steps."""
     agent, worker = sides
     confirm(agent, 2, 11)
-    assert [step for step in range(0, 40, 10) if worker.poll_checkpoint(step) is SAVE] == [20]
+    assert [step for step in range(0, 40, 10) if worker.poll_checkpoint(step)] == [20]
+    assert not worker.changes_group_at(20)
 
 
 def test_the_largest_numbers_fit(sides):
     """A request's number and step share one field."""
     agent, worker = sides
     confirm(agent, 2**22, 2**40 - 2)
-    assert worker.poll_checkpoint(2**40 - 3) is NONE
-    assert worker.poll_checkpoint(2**40 - 2) is SAVE
+    assert not worker.poll_checkpoint(2**40 - 3)
+    assert worker.poll_checkpoint(2**40 - 2)
 
 
 @pytest.mark.parametrize("earlier", [False, True])
 @pytest.mark.parametrize(
     ("then", "found"),
     [
-        (CheckpointRequest(3, 5, confirmed=True), SAVE),
-        (CheckpointRequest(4, 9), NONE),
-        (CheckpointRequest(4, 0), NONE),
-        (None, NONE),
+        (CheckpointRequest(3, 5, confirmed=True), True),
+        (CheckpointRequest(4, 9), False),
+        (CheckpointRequest(4, 0), False),
+        (None, False),
     ],
 )
 def test_a_worker_waits_at_the_proposed_step_until_it_is_decided(sides, earlier, then, found):
@@ -405,7 +404,7 @@ def test_a_worker_that_is_past_the_proposed_step_goes_on(sides):
     agent, worker = sides
     worker.poll_checkpoint(5)
     agent.request_checkpoint(CheckpointRequest(1, 5))
-    assert worker.poll_checkpoint(6) is NONE
+    assert not worker.poll_checkpoint(6)
     assert agent.read().passed == 6
 
 
@@ -445,7 +444,7 @@ def test_a_worker_pauses_at_the_agreed_checkpoint_and_none_before(sides):
     confirm(agent, 4, 9, pause=True)
     worker.poll_checkpoint(8)
     assert worker.pause_at(8)
-    assert worker.poll_checkpoint(10) is SAVE_AND_PAUSE
+    assert worker.poll_checkpoint(10) and worker.changes_group_at(10)
     assert not worker.pauses_at(8)
     with ThreadPoolExecutor() as threads:
         stays = threads.submit(worker.pause_at, 10)

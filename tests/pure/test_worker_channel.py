@@ -15,7 +15,6 @@ from hpc_elastic.rendezvous.messages import (
     Vote,
 )
 from hpc_elastic.worker.shared_page import (
-    CheckpointPoll,
     CheckpointRequest,
     SharedPage,
     WorkerStatus,
@@ -191,7 +190,7 @@ def test_real_workers_on_one_node_agree_on_a_step(tmp_path):
         step = 0
         while not ended.wait(0.0005 * (rank + 1)):
             step += 1
-            if pages[rank].poll_checkpoint(step) is CheckpointPoll.SAVE:
+            if pages[rank].poll_checkpoint(step):
                 saved.setdefault(rank, []).append(step)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]

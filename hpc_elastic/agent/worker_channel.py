@@ -15,17 +15,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from hpc_elastic._util import ThroughputMeter
 from hpc_elastic.rendezvous.group_change import STRAGGLE_S
-from hpc_elastic.rendezvous.messages import (
-    CheckpointAnnounced,
-    CheckpointWanted,
-    MemberReport,
-    Vote,
-)
-from hpc_elastic.worker.shared_page import CheckpointRequest, WorkerStatus
+from hpc_elastic.rendezvous.messages import CheckpointAnnounced, CheckpointWanted, Vote
+from hpc_elastic.rendezvous.session import Session
+from hpc_elastic.worker.shared_page import CheckpointRequest, SharedPage, WorkerStatus
 
 Rule = Callable[[CheckpointRequest, WorkerStatus], bool | None]
 
@@ -36,27 +31,6 @@ _PACE_S = 3.0
 """The pace of the workers is measured over this long."""
 _SHORTEST_S = 1.0
 """Over less it would be a matter of chance."""
-
-
-class CheckpointReporter(Protocol):
-    """The part of `rendezvous.session.Session` that is used here."""
-
-    @property
-    def checkpoint_request(self) -> CheckpointRequest | None:
-        """The leader's request to all workers of the round; None if there is none."""
-
-    def report(self, report: MemberReport) -> None:
-        """Report to the leader of the round."""
-
-
-class SteeredPage(Protocol):
-    """The agent's side of a `hpc_elastic.worker.shared_page.SharedPage`."""
-
-    def read(self) -> WorkerStatus:
-        """Return what the worker last published."""
-
-    def request_checkpoint(self, request: CheckpointRequest | None) -> None:
-        """Replace the worker's checkpoint request; None withdraws it."""
 
 
 def can_save_at(request: CheckpointRequest, worker: WorkerStatus) -> bool | None:
@@ -83,8 +57,8 @@ class WorkerChannel:
 
     def __init__(
         self,
-        leader: CheckpointReporter,
-        pages: Sequence[SteeredPage],
+        leader: Session,
+        pages: Sequence[SharedPage],
         *,
         sleep: Callable[[float], None] = time.sleep,
         can_save_at: Rule = can_save_at,

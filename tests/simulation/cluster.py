@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from hpc_elastic.agent.worker_channel import Rule, WorkerChannel, can_save_at
 from hpc_elastic.rendezvous.effects import (
@@ -70,12 +70,12 @@ from hpc_elastic.rendezvous.messages import (
 )
 from hpc_elastic.rendezvous.reachability import PROBE_S
 from hpc_elastic.rendezvous.round_state import units_of
-from hpc_elastic.rendezvous.session import SessionState
+from hpc_elastic.rendezvous.session import Session, SessionState
 from hpc_elastic.rendezvous.term import Term, TermFolder
 from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.slurm.exit_action import Reason
 from hpc_elastic.slurm.job_state import TaskState
-from hpc_elastic.worker.shared_page import CheckpointRequest, WorkerStatus
+from hpc_elastic.worker.shared_page import CheckpointRequest, SharedPage, WorkerStatus
 from simulation.invariants import Monitor
 from simulation.scenario import CONNECT_TIMEOUT_S, LONGEST_AWAY_S, SLOWEST_FILES_S, Scenario, draw
 from simulation.storage import (
@@ -647,8 +647,9 @@ class AgentProcess:
             self.rank = work.enter(self)
             rule = self.env.components.can_save_at
             # a page changes at once, so the channel needs no sleep
+            page = cast(SharedPage, self.rank.page)
             self._channel = WorkerChannel(
-                self, [self.rank.page], sleep=lambda _: None, can_save_at=rule
+                cast(Session, self), [page], sleep=lambda _: None, can_save_at=rule
             )
             self.touch()
 

@@ -39,7 +39,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, TextIO
 
-from hpc_elastic.agent import loaders, main_block, signals, stacks
+from hpc_elastic.agent import main_block, signals, stacks
 from hpc_elastic.agent.command import FailedCommandError
 from hpc_elastic.agent.worker_group import (
     GroupCheck,
@@ -113,7 +113,7 @@ def main(argv: list[str]) -> int:
         spec = ownership.load_own(run, run.hydra, run.results)
         entry = spec.entry
         socket_filter.watch_ports()
-        loaders.keep_fork_server()
+        signals.keep_fork_server()
         set_bad_loss_policy(stop=spec.settings.launcher.on_bad_loss == "stop")
         world_size = 1 if spec.settings.ft else int(environment.get("WORLD_SIZE", "1"))
         check = world_size, spec.settings.launcher.require_group
@@ -228,7 +228,7 @@ def _prepare_torch(
 
     from hpc_elastic.agent.compile_cache import CompileCache
 
-    loaders.keep_loaders()
+    signals.keep_loaders()
     steps, kept_groups = itertools.count(1), list[object]()
     compiled = CompileCache(run)
     compiled.load()

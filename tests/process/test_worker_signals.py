@@ -23,8 +23,8 @@ WORKER = textwrap.dedent(
     worker_main.set_up_signals()
     import torch
     from torch.utils.data import DataLoader, IterableDataset
-    from hpc_elastic.agent import loaders
-    loaders.keep_loaders()
+    from hpc_elastic.agent import signals
+    signals.keep_loaders()
 
     class Numbers(IterableDataset):
         def __iter__(self):
@@ -114,7 +114,7 @@ def test_a_notice_ends_neither_worker_nor_loaders_and_the_agent_ends_both(starte
 SPAWNS = textwrap.dedent(
     """
     import sys, time
-    from hpc_elastic.agent import loaders, worker_main
+    from hpc_elastic.agent import signals, worker_main
     from torch.utils.data import DataLoader, IterableDataset
 
     class Numbers(IterableDataset):
@@ -125,8 +125,8 @@ SPAWNS = textwrap.dedent(
 
     if __name__ == "__main__":
         worker_main.set_up_signals()
-        loaders.keep_fork_server()
-        loaders.keep_loaders()
+        signals.keep_fork_server()
+        signals.keep_loaders()
         options = {"multiprocessing_context": sys.argv[1], "prefetch_factor": 2}
         loader = iter(DataLoader(Numbers(), num_workers=1, **options))
         next(loader)

@@ -152,7 +152,7 @@ class ElasticAgent(LocalElasticAgent):
         context: AgentContext,
         warm_workers: WarmWorkerPool,
     ) -> None:
-        logs = RoundLogs(context.place.logs, context.times)
+        logs = RoundLogs(context.place, context.times)
         self._retention = LogRetention(context.place.logs, context.attempt)
         super().__init__(spec, logs, exit_barrier_timeout=0)
         self._handler = handler
@@ -253,7 +253,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def _start_again(self, worker_group: WorkerGroup, refused: _RefusedStart) -> None:
         """Repeat a start that was refused; after a while, report that as the workers' failure."""
-        now, place = time.monotonic(), self._agent_context.place
+        now = time.monotonic()
         if self._awaits_leader or now < refused.again_at:
             return
         if self._agent_context.notices.current is not None:
@@ -263,8 +263,7 @@ class ElasticAgent(LocalElasticAgent):
             self._start_workers(worker_group)
         else:
             self._awaits_leader = True
-            files = self._files(self._round.first_rank)
-            failure = worker_failures.describe(worker_failures.EndedWorker(0, 1), files, place)
+            failure = worker_failures.describe(1, self._files(self._round.first_rank))
             message = f"the workers of this node cannot be started: {refused.error}"
             exception = type(refused.error).__name__
             failure = replace(failure, message=message, exception=exception, exit_code=None)
@@ -291,19 +290,15 @@ class ElasticAgent(LocalElasticAgent):
         why_leave = by_its_script if replica is None else replica.why_leave
         self._drain = preemption.DrainController(self._session, notices, pages, why_leave)
         watched = [
-            WatchedWorker(
-                rank - round_.first_rank, page, self._files(rank),
-                stacks_file(context.control.path, rank - round_.first_rank),
-            )
-            for rank, page in self.pages.items()
-        ]  # fmt: skip
+            WatchedWorker(page, files, stacks_file(context.control.path, files.local_rank))
+            for page, files in zip(pages, map(self._files, self.pages), strict=True)
+        ]
         self._hangs = HangWatch(
             self._session, watched, after_s=context.settings.hang_timeout_s,
             first_step=first_step_limit(
                 context.settings.first_step_timeout_s, context.settings.hang_timeout_s,
                 self._longest_start_s,
             ),
-            place=context.place,
             alone=None if replica is None else (replica.me, context.events.write),
             gpus_fail=context.observer.gpus_fail,
         )  # fmt: skip
@@ -398,7 +393,7 @@ class ElasticAgent(LocalElasticAgent):
             self._maintain_warm_workers()
             return
         # by os._exit, or of what a command has exec'ed
-        is_clean = not any(failure.exitcode for failure in failures.values())
+        is_clean = not any(failures.values())
         if failures and is_clean and self._agent_context.is_command:
             self._await_notice()  # by which a script's handler may have ended it
             if self._agent_context.notices.current is None:
@@ -422,13 +417,13 @@ class ElasticAgent(LocalElasticAgent):
                 return
         self._session.report(Finished())
 
-    def _ended_by_themselves(self) -> dict[int, worker_failures.EndedWorker]:
-        """Return the workers that have ended, not by this agent, before their function returned."""
+    def _ended_by_themselves(self) -> dict[int, int]:
+        """Return exit codes of workers that ended, not by this agent, before they had returned."""
         ended = {}
         for rank, process in self._processes_by_rank().items():
             code, page = process.own_exit_code, self.pages[rank]
             if code is not None and not page.read().returned:
-                ended[rank] = worker_failures.EndedWorker(process.local_rank_id, code)
+                ended[rank] = code
         return ended
 
     def _processes_by_rank(self) -> dict[int, WorkerProcess]:
@@ -452,22 +447,21 @@ class ElasticAgent(LocalElasticAgent):
         for rank in self.pages:
             code = worker_failures.recorded_exit_code(self._files(rank))
             if code is not None:
-                failures[rank] = worker_failures.EndedWorker(rank - self._round.first_rank, code)
+                failures[rank] = code
         failures |= self._ended_by_themselves()
         if failures:
             self._awaits_leader = True
             self._report(failures)
 
-    def _report(self, failures: Mapping[int, worker_failures.EndedWorker]) -> None:
-        """Report failed workers; those that end because of a notice have not failed.
+    def _report(self, failures: Mapping[int, int]) -> None:
+        """Report failed workers, by their exit codes; those that end under notice have not failed.
 
         All of them end because of a notice where its signals have come: Slurm may send them to each
         process. Under any notice a script may save, and end its process.
         """
-        place = self._agent_context.place
         found = [
-            worker_failures.describe(failure, self._files(rank), place, self.pages[rank].read())
-            for rank, failure in failures.items()
+            worker_failures.describe(code, self._files(rank), self.pages[rank].read())
+            for rank, code in failures.items()
         ]
         have_exited = any(f.signal is None and f.exception in (None, "SystemExit") for f in found)
         if have_exited:
@@ -501,7 +495,8 @@ class ElasticAgent(LocalElasticAgent):
             self._warm_workers.fill(paced=True)
 
     def _files(self, rank: int) -> worker_failures.WorkerFiles:
-        return worker_failures.WorkerFiles(self._agent_context.place.logs, self._round.number, rank)
+        round_, place = self._round, self._agent_context.place
+        return worker_failures.WorkerFiles(place, round_.number, rank, rank - round_.first_rank)
 
     def _construct_event(
         self, state: str, source: EventSource, *_arguments: Any, **_fields: Any
@@ -519,21 +514,25 @@ class ElasticAgent(LocalElasticAgent):
 class RoundLogs(LogsSpecs):
     """Every worker's output in files of its own for each round, which nothing ever truncates."""
 
-    def __init__(self, folder: Path, times: OutputTimes | None = None) -> None:
-        super().__init__(str(folder))
-        self._folder = folder
+    def __init__(
+        self, place: worker_failures.NodeIdentity, times: OutputTimes | None = None
+    ) -> None:
+        super().__init__(str(place.logs))
+        self._place = place
         self._times = times
 
     @property
     def root_log_dir(self) -> str:
         """Return the folder of this attempt."""
-        return str(self._folder)
+        return str(self._place.logs)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Return the files of the workers about to start, by local rank."""
         number = int(os.environ[ROUND_VARIABLE])
         files = {
-            local_rank: worker_failures.WorkerFiles(self._folder, number, int(env["RANK"]))
+            local_rank: worker_failures.WorkerFiles(
+                self._place, number, int(env["RANK"]), local_rank
+            )
             for local_rank, env in envs.items()
         }
         for local_rank, env in envs.items():

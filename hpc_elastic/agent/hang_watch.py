@@ -32,7 +32,7 @@ from functools import partial
 from pathlib import Path
 
 from hpc_elastic.agent import stacks
-from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
+from hpc_elastic.agent.worker_failures import WorkerFiles
 from hpc_elastic.rendezvous.hang_diagnosis import (
     diagnose_hang,
     hang_failures,
@@ -56,7 +56,6 @@ _DEBUGGED = "t"
 class WatchedWorker:
     """One worker of this node; ``dump`` is the file of its stacks."""
 
-    local_rank: int
     page: SharedPage
     files: WorkerFiles
     dump: Path
@@ -77,14 +76,12 @@ class HangWatch:
         *,
         after_s: float | None,
         first_step: FirstStepLimit,
-        place: NodeIdentity,
         alone: tuple[Agent, Callable[..., None]] | None = None,
         gpus_fail: Callable[[], bool] = lambda: False,
     ) -> None:
         now = time.monotonic()
         self._leader = leader
         self._workers = workers
-        self._place = place
         self._alone = alone
         self._gpus_fail = gpus_fail
         least_s = MIN_LIMIT_S if alone is None else REPLICA_MIN_LIMIT_S
@@ -149,7 +146,7 @@ class HangWatch:
 
     def _sample_workers(self, pids: Mapping[int, int]) -> list[RankState]:
         """Sample all workers, each on a thread of its own, until done or for `WITHIN_S`."""
-        samplers = [StackSampler(pids.get(w.local_rank), w) for w in self._workers]
+        samplers = [StackSampler(pids.get(w.files.local_rank), w) for w in self._workers]
         since, loads = (
             time.monotonic(),
             {pid: stacks.main_thread_load_s(pid) for pid in pids.values()},
@@ -164,7 +161,7 @@ class HangWatch:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         wanted_s = _BUSY_SHARE * (time.monotonic() - since)
-        control, places = self._workers[0].dump.parent, [w.local_rank for w in self._workers]
+        control, places = self._workers[0].dump.parent, [w.files.local_rank for w in self._workers]
         collectives = stacks.take_collectives(control, places)
         found = []
         for sampler, clock in zip(samplers, self._clocks, strict=True):
@@ -187,9 +184,9 @@ class HangWatch:
                 waiting_collective(dumps[-1]) if dumps and state in ("stands", "moves") else None
             )
             found.append(RankState(
-                worker.files.rank, worker.local_rank, state, seen.place, waits,
+                worker.files.rank, worker.files.local_rank, state, seen.place, waits,
                 str(worker.files.stack), time.time(),
-                collectives.get(worker.local_rank, {}), self._gpus_fail(),
+                collectives.get(worker.files.local_rank, {}), self._gpus_fail(),
             ))  # fmt: skip
         self._write(found, samplers)
         return found
@@ -199,9 +196,9 @@ class HangWatch:
         if self._writing is not None and self._writing.is_alive():
             _log.warning("the stacks are not written: the last ones are still being written")
             return
-        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        now, host = time.strftime("%Y-%m-%d %H:%M:%S"), self._workers[0].files.place.host
         texts = [
-            f"{now} rank {state.rank} on {self._place.host}, process {sampler.pid}: {state.state}, "
+            f"{now} rank {state.rank} on {host}, process {sampler.pid}: {state.state}, "
             f"{state.where}\n{''.join(sampler.texts[-1:])}\n"
             for state, sampler in zip(found, samplers, strict=True)
         ]

@@ -33,20 +33,22 @@ _REMEDY_OF_SIGNAL = {
 
 
 @dataclass(frozen=True)
-class EndedWorker:
-    """A worker that has ended; a negative exit code is the signal that has ended it."""
+class NodeIdentity:
+    """Where an agent's workers run."""
 
-    local_rank: int
-    exitcode: int
+    task: str
+    host: str
+    logs: Path
 
 
 @dataclass(frozen=True)
 class WorkerFiles:
     """The files of one worker in one round."""
 
-    folder: Path
+    place: NodeIdentity
     round: int
     rank: int
+    local_rank: int
 
     @property
     def out(self) -> Path:
@@ -69,16 +71,7 @@ class WorkerFiles:
         return self._file("stack.txt")
 
     def _file(self, suffix: str) -> Path:
-        return self.folder / f"round-{self.round}.rank-{self.rank}.{suffix}"
-
-
-@dataclass(frozen=True)
-class NodeIdentity:
-    """Where an agent's workers run."""
-
-    task: str
-    host: str
-    logs: Path
+        return self.place.logs / f"round-{self.round}.rank-{self.rank}.{suffix}"
 
 
 def earliest(failures: Iterable[Failure]) -> list[Failure]:
@@ -98,30 +91,25 @@ def recorded_exit_code(files: WorkerFiles) -> int | None:
     return code if isinstance(code, int) else None
 
 
-def describe(
-    failure: EndedWorker,
-    files: WorkerFiles,
-    place: NodeIdentity,
-    progress: WorkerStatus | None = None,
-) -> Failure:
-    """Describe how a worker has failed."""
+def describe(exit_code: int, files: WorkerFiles, progress: WorkerStatus | None = None) -> Failure:
+    """Describe how a worker has failed; a negative exit code is the signal that has ended it."""
     told, now = _worker_report(files.error), time.time()
-    died_of = name_of(-failure.exitcode) if failure.exitcode < 0 else None
-    how = f"ended by {died_of}" if died_of else _how_it_exited(failure.exitcode, told, progress)
+    died_of = name_of(-exit_code) if exit_code < 0 else None
+    how = f"ended by {died_of}" if died_of else _how_it_exited(exit_code, told, progress)
     return Failure(
-        task=place.task,
-        host=place.host,
+        task=files.place.task,
+        host=files.place.host,
         rank=files.rank,
-        local_rank=failure.local_rank,
+        local_rank=files.local_rank,
         time=min(now, float(told.get("time", now))),
         message=str(told.get("message", how))[:_MAX_MESSAGE],
         exception=told.get("exception") and str(told["exception"])[:_MAX_MESSAGE],
         traceback=str(told.get("traceback") or read_tail(files.err))[-_MAX_TRACEBACK:] or None,
-        exit_code=None if died_of else failure.exitcode,
+        exit_code=None if died_of else exit_code,
         signal=died_of,
         phase=told.get("phase", "run"),
         log=str(files.err),
-        remedy=_REMEDY if failure.exitcode == 0 else _REMEDY_OF_SIGNAL.get(died_of or ""),
+        remedy=_REMEDY if exit_code == 0 else _REMEDY_OF_SIGNAL.get(died_of or ""),
         round=files.round,
     )
 

@@ -36,7 +36,7 @@ from hpc_elastic.agent.elastic_agent import (
 )
 from hpc_elastic.agent.preemption import PreemptionState
 from hpc_elastic.agent.warm_workers import WarmWorkerPool
-from hpc_elastic.agent.worker_failures import EndedWorker, NodeIdentity, WorkerFiles
+from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
 from hpc_elastic.config.schema import AgentSettings
 from hpc_elastic.rendezvous.messages import Finished, PreemptionNotice
 from hpc_elastic.run.events import EventLog
@@ -230,7 +230,7 @@ def test_workers_that_end_under_notice_have_not_failed(
     monkeypatch.setattr(module, "_NOTICE_MAY_COME_S", 0.0)
     if reason is not None:
         training._agent_context.notices.add(PreemptionNotice(reason, 1e9))
-    training._report({3: EndedWorker(0, exit_code)})
+    training._report({3: exit_code})
     assert told == [expected]
     assert training._retention.keep_round.called == (expected != "leaves")
 
@@ -241,7 +241,7 @@ def test_a_notice_may_come_a_moment_after_a_worker_has_exited(training, told, mo
     monkeypatch.setattr(
         module.time, "sleep", lambda _: notices.add(PreemptionNotice(Reason.SIGNAL, 1e9))
     )
-    training._report({3: EndedWorker(0, 0)})
+    training._report({3: 0})
     assert told == ["leaves"]
 
 
@@ -279,7 +279,7 @@ def test_a_command_succeeds_by_its_exit_code(
     """As for torchrun: a script may call os._exit(0). Under a notice that is no end of it."""
     monkeypatch.setattr(module, "_NOTICE_MAY_COME_S", 0.0)
     monkeypatch.setattr(ElasticAgent, "_shutdown", lambda *_, **__: None)
-    ended = {3: EndedWorker(0, exit_code)}
+    ended = {3: exit_code}
     monkeypatch.setattr(
         ElasticAgent, "_ended_by_themselves",
         lambda self: {} if self.pages[3].read().returned else ended,
@@ -363,8 +363,8 @@ def test_an_error_under_a_notice_without_a_signal_is_a_failure(training, told, t
     """The script says that something is wrong, whatever becomes of the node."""
     training._agent_context.notices.add(PreemptionNotice(Reason.TIME_LIMIT, 1e9))
     error = {"hpc_elastic": {"exception": "ValueError", "message": "boom", "exit_code": 1}}
-    WorkerFiles(tmp_path, 1, 3).error.write_text(json.dumps(error))
-    training._report({3: EndedWorker(0, 1)})
+    WorkerFiles(NodeIdentity("7_1", "n1", tmp_path), 1, 3, 0).error.write_text(json.dumps(error))
+    training._report({3: 1})
     assert told == [[1]]
 
 
@@ -376,7 +376,8 @@ def test_what_has_failed_is_told_before_its_group_is_stopped(training, told, tmp
     monkeypatch.setattr(module, "_NOTICE_MAY_COME_S", 0.0)
     training._report_before_stop()
     assert told == [], "it is at work"
-    WorkerFiles(tmp_path, 1, 3).error.write_text('{"hpc_elastic": {"exit_code": 0}}')
+    files = WorkerFiles(NodeIdentity("7_1", "n1", tmp_path), 1, 3, 0)
+    files.error.write_text('{"hpc_elastic": {"exit_code": 0}}')
     training._report_before_stop()
     training._report_before_stop()
     assert told == [[0]], "once"

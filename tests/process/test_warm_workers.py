@@ -25,7 +25,7 @@ from hpc_elastic.agent.warm_workers import (
     likely_workers,
     prepare_environment,
 )
-from hpc_elastic.agent.worker_failures import WorkerFiles
+from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
 from hpc_elastic.config.schema import AgentSettings, LocalSettings, NodeRange, RunSettings
 from hpc_elastic.run.directory import Entry, RunDir
 from specs import spec_of
@@ -95,6 +95,7 @@ class Node:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.place = NodeIdentity("7_1", "n1", folder)
         self.run = RunDir(folder / "run")
         worker_main = "hpc_elastic.agent.worker_main"
         self.command = (sys.executable, "-uP", "-m", worker_main, str(self.run.path))
@@ -124,7 +125,7 @@ class Node:
         }  # fmt: skip
         with made_from(pool, "n1", "1"):
             return start_processes(
-                "default", self.command[0], {0: self.command[1:]}, {0: env}, RoundLogs(self.folder)
+                "default", self.command[0], {0: self.command[1:]}, {0: env}, RoundLogs(self.place)
             )
 
     def finish(self, processes):
@@ -138,7 +139,7 @@ class Node:
 
     def files(self, number: int = 1) -> WorkerFiles:
         """The worker's logs."""
-        return WorkerFiles(self.folder, number, 0)
+        return WorkerFiles(self.place, number, 0, 0)
 
 
 @pytest.fixture

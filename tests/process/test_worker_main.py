@@ -23,7 +23,6 @@ import torch
 from omegaconf import OmegaConf
 
 from hpc_elastic.agent.worker_failures import (
-    EndedWorker,
     NodeIdentity,
     WorkerFiles,
     describe,
@@ -272,12 +271,11 @@ class Job:
     @property
     def files(self) -> WorkerFiles:
         """Where the worker leaves its failure."""
-        return WorkerFiles(self.folder, 1, 3)
+        return WorkerFiles(NodeIdentity("7_1", "node2", self.folder), 1, 3, 0)
 
     def failure(self, exit_code: int) -> Failure:
         """What the agent makes of it."""
-        place = NodeIdentity("7_1", "node2", self.folder)
-        return describe(EndedWorker(0, exit_code), self.files, place, self.page.read())
+        return describe(exit_code, self.files, self.page.read())
 
 
 @pytest.fixture
@@ -407,11 +405,11 @@ def test_a_report_of_a_large_node_fits_into_one_frame(tmp_path, letter):
     place = NodeIdentity("7_1", "node2", tmp_path)
     found = []
     for rank in range(128):
-        files = WorkerFiles(tmp_path, 1, rank)
+        files = WorkerFiles(place, 1, rank, rank)
         told = dict.fromkeys(("message", "traceback", "exception"), letter * 99_999)
         told["time"] = rank
         files.error.write_text(json.dumps({"hpc_elastic": told}))
-        found.append(describe(EndedWorker(0, 1), files, place))
+        found.append(describe(1, files))
     report = earliest(found)
     assert report and [f.rank for f in report] == list(range(len(report)))
     FrameSigner(b"key", "client").seal(pack(Failed(report), time.time()))
@@ -651,9 +649,8 @@ def test_torch_still_makes_stores_where_we_replace_it():
 
 def test_a_worker_may_be_ended_by_a_signal_without_a_name(tmp_path):
     """Real-time signals have none; the agent does not end for it."""
-    told = describe(
-        EndedWorker(0, -40), WorkerFiles(tmp_path, 1, 0), NodeIdentity("7_1", "node2", tmp_path)
-    )
+    place = NodeIdentity("7_1", "node2", tmp_path)
+    told = describe(-40, WorkerFiles(place, 1, 0, 0))
     assert (told.signal, told.message) == ("signal 40", "ended by signal 40")
 
 

@@ -3,7 +3,7 @@
 import os
 import signal
 
-from hpc_elastic.agent.worker_failures import EndedWorker, NodeIdentity, WorkerFiles, describe
+from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles, describe
 from hpc_elastic.rendezvous.log_entry import Failure, first_failure
 
 
@@ -53,27 +53,27 @@ def test_a_killed_worker_comes_before_those_that_lost_it():
 
 def test_a_worker_that_used_up_its_cpu_time_is_told_where_the_limit_comes_from(tmp_path):
     """Slurm hands the `ulimit -t` of a login node on; a segmentation fault has no such remedy."""
-    place, files = NodeIdentity("7_1", "node2", tmp_path), WorkerFiles(tmp_path, 1, 0)
-    ended = describe(EndedWorker(0, -signal.SIGXCPU), files, place)
+    files = WorkerFiles(NodeIdentity("7_1", "node2", tmp_path), 1, 0, 0)
+    ended = describe(-signal.SIGXCPU, files)
     assert ended.signal == "SIGXCPU" and "ulimit -t" in ended.remedy
-    assert describe(EndedWorker(0, -signal.SIGSEGV), files, place).remedy is None
+    assert describe(-signal.SIGSEGV, files).remedy is None
 
 
 def test_files_of_a_terabyte_cost_a_report_nothing(tmp_path):
     """The last lines are read from the end; an error file that no worker writes is not read."""
-    place, files = NodeIdentity("7_1", "node2", tmp_path), WorkerFiles(tmp_path, 1, 0)
+    files = WorkerFiles(NodeIdentity("7_1", "node2", tmp_path), 1, 0, 0)
     for file in (files.err, files.error):
         with file.open("wb") as f:
             os.truncate(f.fileno(), 1 << 40)
             f.seek(0, os.SEEK_END)
             f.write(b"\nthe last words\n")
-    ended = describe(EndedWorker(0, -signal.SIGKILL), files, place)
+    ended = describe(-signal.SIGKILL, files)
     assert ended.traceback.endswith("the last words") and len(ended.traceback) <= 10_000
     assert ended.message == "ended by SIGKILL"
 
 
 def test_an_error_file_that_is_nested_too_deep_costs_only_itself(tmp_path):
     """A script may write anything there: the agent reports the worker all the same."""
-    place, files = NodeIdentity("7_1", "node2", tmp_path), WorkerFiles(tmp_path, 1, 0)
+    files = WorkerFiles(NodeIdentity("7_1", "node2", tmp_path), 1, 0, 0)
     files.error.write_text("[" * 100_000)
-    assert describe(EndedWorker(0, 3), files, place).exit_code == 3
+    assert describe(3, files).exit_code == 3

@@ -318,15 +318,13 @@ class Node:
         busy = replace(BLANK, busy=1)
         self.leader = Leader()
         self.pages = [Page(busy if rank < num_busy else BLANK) for rank in range(NUM_WORKERS)]
-        self.files = [WorkerFiles(folder, 1, rank) for rank in range(NUM_WORKERS)]
+        place = NodeIdentity("7_0", "n1", folder)
+        self.files = [WorkerFiles(place, 1, rank, rank) for rank in range(NUM_WORKERS)]
         workers = [
-            WatchedWorker(rank, page, files, folder / f"worker-{rank}.stack")
+            WatchedWorker(page, files, folder / f"worker-{rank}.stack")
             for rank, (page, files) in enumerate(zip(self.pages, self.files, strict=True))
         ]
-        place = NodeIdentity("7_0", "n1", folder)
-        self._watch = HangWatch(
-            self.leader, workers, after_s=0, first_step=FirstStepLimit(None), place=place
-        )
+        self._watch = HangWatch(self.leader, workers, after_s=0, first_step=FirstStepLimit(None))
 
     def ask(self, within_s: float = ANSWER_S) -> list[str]:
         """Ask as the leader does, and return the states of the workers."""

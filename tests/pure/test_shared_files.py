@@ -13,7 +13,7 @@ import pytest
 
 import hpc_elastic
 from hpc_elastic import shared_files
-from hpc_elastic.agent.worker_failures import EndedWorker, NodeIdentity, WorkerFiles, describe
+from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles, describe
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.term import RunFiles
 from hpc_elastic.run.directory import RunDir, Submission
@@ -232,19 +232,18 @@ def test_no_reader_of_a_run_waits_for_the_writer_of_a_fifo(tmp_path):
     run = RunDir(tmp_path)
     run.rdzv.mkdir()
     array = Submission(tmp_path).array(0)
-    worker = WorkerFiles(tmp_path, 1, 0)
+    worker = WorkerFiles(NodeIdentity("7_0", "node1", tmp_path), 1, 0, 0)
     fifo = tmp_path / "script"
     for file in (fifo, run.secret, array.script, worker.error, worker.err,
                  entry_path(run.rdzv, 1), run.rdzv / "lease.1"):  # fmt: skip
         os.mkfifo(file)
     log = DecisionLog(run.rdzv, b"secret")
     job = JobIdentity("x", str(fifo), "/")
-    place = NodeIdentity("7_0", "node1", tmp_path)
     readers: dict[str, Callable[[], object]] = {
         "a job's script": lambda: scheduler._runs_array(job, array),
         "an entry": lambda: log.read(1),
         "a lease": lambda: log.lease(1),
-        "a worker's files": lambda: describe(EndedWorker(0, 1), worker, place),
+        "a worker's files": lambda: describe(1, worker),
         "a secret": lambda: read_bytes(run.secret),
     }
     assert [name for name, read in readers.items() if blocks(read)] == []

@@ -20,7 +20,7 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc_elastic.agent.signals import do_nothing
+from hpc_elastic.agent.signals import do_nothing, name_of
 from hpc_elastic.errors import HpcElasticError
 
 
@@ -56,7 +56,7 @@ def run_command(*argv: str) -> None:
         text = f"cannot run `{shown}`: {e.strerror or e}"
         raise FailedCommandError(text, is_certain=is_certain) from None
     if code:
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        how = f"by {name_of(-code)}" if code < 0 else f"with exit code {code}"
         text = f"`{shown}` ended {how}; its output is in this worker's log"
         raise FailedCommandError(text, is_certain=code in _CERTAIN_CODES)
     sys.exit(0)

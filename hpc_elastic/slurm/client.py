@@ -323,8 +323,8 @@ class SlurmClient:
         """
         for record in self._records(queue_name(task)):
             if queue_name(task) in record.tasks and record.submitted:
-                nodes = parsing.parse_nodes(self._run(["scontrol", "-o", "show", "node"]))
-                return parsing.last_busy_at(nodes, record)
+                nodes = self._run(["scontrol", "-o", "show", "node"])
+                return parsing.parse_last_busy(nodes, record)
         return None
 
     def set_time_limit(self, tasks: Sequence[str], limit_s: float) -> None:

@@ -15,12 +15,10 @@ words to our keys.
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from itertools import pairwise
 
 from hpc_elastic.errors import SlurmCommandError
@@ -152,15 +150,6 @@ class JobRecord:
 
 
 @dataclass(frozen=True)
-class NodeRecord:
-    """One node; ``last_busy`` is when a job began or ended on it last, as Slurm prints it."""
-
-    name: str
-    partitions: tuple[str, ...] = ()
-    last_busy: str = ""
-
-
-@dataclass(frozen=True)
 class NodeKind:
     """What nodes of one kind have; ``gpus`` are by type, empty where none is configured."""
 
@@ -273,6 +262,10 @@ def is_nothing(value: str) -> bool:
     return value in ("", "(null)", "N/A", "None")
 
 
+def _hosts(value: str) -> tuple[str, ...]:
+    return () if is_nothing(value) else tuple(nodelist.expand(value))
+
+
 def _rows_with(key: str, output: str) -> list[dict[str, str]]:
     """Return the fields of each line of ``scontrol -o show ...`` that has this one."""
     found = re.compile(r"(?<!\S)([A-Za-z][\w/:-]*)=(\S*)").findall
@@ -329,7 +322,6 @@ def parse_records(output: str) -> list[JobRecord]:
     records: list[JobRecord] = []
     for row in _rows_with("JobId", output):
         array, indices = row.get("ArrayJobId"), row.get("ArrayTaskId", "")
-        excluded = row.get("ExcNodeList", "")
         if array is None:
             names = [row["JobId"]]
         else:
@@ -351,7 +343,7 @@ def parse_records(output: str) -> list[JobRecord]:
             JobRecord(
                 tuple(names),
                 state,
-                () if is_nothing(excluded) else tuple(nodelist.expand(excluded)),
+                _hosts(row.get("ExcNodeList", "")),
                 row.get("Partition", ""),
                 row.get("SubmitTime", ""),
                 tuple(states),
@@ -365,42 +357,27 @@ def parse_reservations(output: str) -> list[QueuedJob]:
     found: list[QueuedJob] = []
     for row in _rows_with("ReservationName", output):
         begin, end = (_date(row.get(name, "")) for name in ("StartTime", "EndTime"))
-        if not is_nothing(nodes := row.get("Nodes", "")) and begin is not None:
+        if (nodes := _hosts(row.get("Nodes", ""))) and begin is not None:
             limit_s = None if end is None else end - begin
-            found.append(QueuedJob(RESERVED, tuple(nodelist.expand(nodes)), begin, limit_s=limit_s))
+            found.append(QueuedJob(RESERVED, nodes, begin, limit_s=limit_s))
     return found
 
 
-def parse_nodes(output: str) -> list[NodeRecord]:
-    """Return the nodes in what ``scontrol -o show node`` printed."""
-    return [
-        NodeRecord(
-            row["NodeName"],
-            tuple(row.get("Partitions", "").split(",")),
-            row.get("LastBusyTime", ""),
-        )
-        for row in _rows_with("NodeName", output)
-    ]
+def parse_last_busy(output: str, record: JobRecord) -> str | None:
+    """Return the only node of a task's partitions that was busy last when it was requeued.
 
-
-def last_busy_at(nodes: Iterable[NodeRecord], record: JobRecord) -> str | None:
-    """Return the only node of a task's partitions that was busy last when it was requeued."""
-    partitions = set(record.partition.split(","))
+    ``output`` is what ``scontrol -o show node`` printed.
+    """
+    partitions, requeued_at = set(record.partition.split(",")), _date(record.submitted)
+    if requeued_at is None:
+        return None
     found = [
-        node.name
-        for node in nodes
-        if partitions.intersection(node.partitions)
-        and abs(_seconds(node.last_busy) - _seconds(record.submitted)) <= 1.0
+        row["NodeName"]
+        for row in _rows_with("NodeName", output)
+        if not partitions.isdisjoint(row.get("Partitions", "").split(","))
+        and abs((_date(row.get("LastBusyTime", "")) or 0.0) - requeued_at) <= 1.0
     ]
     return found[0] if len(found) == 1 else None
-
-
-def _seconds(stamp: str) -> float:
-    """Return a time of Slurm's in seconds of this machine's zone; NaN if it is none."""
-    try:
-        return datetime.fromisoformat(stamp).timestamp()
-    except ValueError:
-        return math.nan
 
 
 def parse_node_address(output: str) -> str | None:
@@ -546,12 +523,11 @@ def parse_queue(output: str) -> list[QueuedJob]:
         job, priority, partitions, reason = rest
         reason = reason.removesuffix("|")
         waits = state == "PENDING"
-        nodes = planned if waits else has
         is_set = waits and not is_nothing(indices)
         jobs.append(
             QueuedJob(
                 state,
-                () if is_nothing(nodes) else tuple(nodelist.expand(nodes)),
+                _hosts(planned if waits else has),
                 _date(start) if waits else None,
                 None if waits else _date(end),
                 parse_time_left(limit),

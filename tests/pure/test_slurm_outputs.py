@@ -8,8 +8,7 @@ from hpc_elastic.slurm.parsing import (
     JobRecord,
     Partition,
     Preemption,
-    last_busy_at,
-    parse_nodes,
+    parse_last_busy,
     parse_partitions,
     parse_preemption,
     parse_records,
@@ -77,9 +76,9 @@ def test_partitions_are_read():
 def test_the_node_that_could_not_start_a_task_was_busy_when_that_was_requeued():
     """Slurm names it nowhere; where two could be meant, nobody knows."""
     node = "NodeName=n{} Partitions=low,high LastBusyTime=2026-11-24T04:10:{} State=IDLE"
-    nodes = parse_nodes("\n".join([node.format(1, "12"), node.format(2, "01")]))
+    nodes = f"{node.format(1, '12')}\n{node.format(2, '01')}\n"
     held = JobRecord(("7_1",), "PENDING", partition="low", submitted="2026-11-24T04:10:13")
-    assert last_busy_at(nodes, held) == "n1"
-    assert last_busy_at(nodes, replace(held, partition="other")) is None
-    assert last_busy_at([*nodes, replace(nodes[0], name="n3")], held) is None
-    assert last_busy_at(nodes, replace(held, submitted="Unknown")) is None
+    assert parse_last_busy(nodes, held) == "n1"
+    assert parse_last_busy(nodes, replace(held, partition="other")) is None
+    assert parse_last_busy(nodes + node.format(3, "12"), held) is None
+    assert parse_last_busy(nodes, replace(held, submitted="Unknown")) is None

@@ -65,9 +65,9 @@ class CombinedRequests:
     If ``attempt``, the number of its requeues, is unknown, its requests are not combined.
     """
 
-    def __init__(self, folder: Path, client: SlurmClient, task: str, attempt: int | None) -> None:
+    def __init__(self, folder: Path, slurm: SlurmClient, task: str, attempt: int | None) -> None:
         self._folder = folder
-        self._client = client
+        self.slurm = slurm
         self._task = task
         self._attempt = attempt
         self._listed: dict[str, TaskState] = {}
@@ -83,7 +83,7 @@ class CombinedRequests:
             found = [TaskState(**state) for state in self._list_together(ids)["tasks"]]
         except (OSError, ValueError, KeyError, TypeError) as e:
             _log.info("the queue is queried for this task alone: %s", e)
-            return self._client.tasks(ids)
+            return self.slurm.tasks(ids)
         self._listed = {state.task: state for state in found}
         return dict(self._listed)
 
@@ -122,7 +122,7 @@ class CombinedRequests:
             except (OSError, ValueError, SlurmCommandError) as e:
                 _log.info("%s is requeued alone: %s", task, e)
         self._batch = None
-        self._client.requeue(task)
+        self.slurm.requeue(task)
 
     def postpone(
         self, tasks: Sequence[str], delay_s: float, *, time_limit_s: float | None = None
@@ -133,7 +133,7 @@ class CombinedRequests:
         """
         batch, self._batch = self._batch, None
         if batch is None:
-            self._client.postpone(tasks, delay_s, time_limit_s=time_limit_s)
+            self.slurm.postpone(tasks, delay_s, time_limit_s=time_limit_s)
             return
         name, carried = batch
         array = job_of(queue_name(self._task))
@@ -144,9 +144,9 @@ class CombinedRequests:
                 return
         others = [task for task in carried if time_limit_s is not None and job_of(task) != array]
         own = [task for task in carried if task not in others]
-        self._client.postpone(own or tasks, delay_s, time_limit_s=time_limit_s)
+        self.slurm.postpone(own or tasks, delay_s, time_limit_s=time_limit_s)
         if others:
-            self._client.postpone(others, delay_s)
+            self.slurm.postpone(others, delay_s)
         if carried:
             with contextlib.suppress(OSError):  # then the others do it themselves
                 content = json.dumps({"delay_s": delay_s, "array": array})
@@ -156,11 +156,11 @@ class CombinedRequests:
         self, tasks: Sequence[str], hosts: Iterable[str], *, but: Iterable[str] = ()
     ) -> None:
         """Keep tasks that wait away from some nodes, and let them start on others again."""
-        self._client.exclude(tasks, hosts, but=but)
+        self.slurm.exclude(tasks, hosts, but=but)
 
     def cancel(self, tasks: Sequence[str], *, pending_only: bool = False) -> None:
         """Cancel tasks."""
-        self._client.cancel(tasks, pending_only=pending_only)
+        self.slurm.cancel(tasks, pending_only=pending_only)
 
     # ---- through the folder -------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class CombinedRequests:
         if number == before:
             number += 1
             if self._create(f"{kind}.{number}", {}):
-                content = {"tasks": [asdict(s) for s in self._client.tasks(ids).values()]}
+                content = {"tasks": [asdict(s) for s in self.slurm.tasks(ids).values()]}
                 self._remove_before(kind, number - 1)
                 if len(content["tasks"]) <= _MOST:
                     write_atomic(self._folder / f"{kind}.{number}.done", json.dumps(content))
@@ -198,7 +198,7 @@ class CombinedRequests:
             wishes = [own, *(w for w in sorted(names) if w not in taken and self._counts(w, own))]
             if self._create(f"batch.{number}", {"wishes": wishes}):
                 carried = list(dict.fromkeys(queue_name(_task_of(wish)) for wish in wishes))
-                self._client.requeue_all(carried)
+                self.slurm.requeue_all(carried)
                 self._batch = f"batch.{number}", carried
                 self._remove_before("batch", number - 1)
                 write_atomic(self._folder / f"batch.{number}.requeued", '{"done": true}')

@@ -37,6 +37,7 @@ from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.task_name import job_of, queue_name
 from hpc_elastic.slurm import parsing
 from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.combined_requests import CombinedRequests
 from hpc_elastic.slurm.exit_action import ExitAction, ExitFacts, Reason, decide, row_of
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.quarantine import avoided_nodes
@@ -242,8 +243,9 @@ def _carry_out(
                 client.cancel([task])
                 return ExitAction.EXIT
     if how is ExitAction.REPLACE:
-        slurm = cast(SlurmClient, client)  # the local launcher refuses nothing
-        made = None if run is None else resubmit(run, task, slurm)
+        slurm = client.slurm if isinstance(client, CombinedRequests) else client
+        # the local launcher refuses nothing
+        made = None if run is None else resubmit(run, task, cast(SlurmClient, slurm))
         return ExitAction.EXIT if made is None else how
     if how in (ExitAction.REQUEUE, ExitAction.REQUEUED):
         try:

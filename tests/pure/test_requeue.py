@@ -11,6 +11,7 @@ from arrays import run_of
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.slurm import requeue
+from hpc_elastic.slurm.combined_requests import CombinedRequests
 from hpc_elastic.slurm.exit_action import ExitAction
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.quarantine import excluded, forget_excluded, remember_excluded
@@ -218,6 +219,16 @@ def test_a_task_that_slurm_will_not_requeue_is_replaced(tmp_path):
     assert requeue_or_exit("7_0", client, run=run) is ExitAction.REPLACE
     assert client.told == [("tasks", "7"), ("resubmit", "array-0.sbatch", 0), ("release", "99_0")]
     assert requeue_or_exit("7_0", client) is ExitAction.EXIT
+
+
+def test_a_task_that_is_not_alone_is_replaced_too(tmp_path, monkeypatch):
+    """Whose requests are combined with those of others."""
+    monkeypatch.setattr("hpc_elastic.slurm.combined_requests._GATHER_S", 0.0)
+    run = run_of(tmp_path, "7", [(0, 0)])
+    client = Client(TaskState("7_0", "RUNNING", restarts=0), "requeue", error=DISABLED)
+    combined = CombinedRequests(tmp_path / "departing", client, "7_0", None)
+    assert requeue_or_exit("7_0", combined, attempt=0, run=run) is ExitAction.REPLACE
+    assert client.told[-2:] == [("resubmit", "array-0.sbatch", 0), ("release", "99_0")]
 
 
 def test_nothing_comes_back_to_a_run_that_has_ended(tmp_path):

@@ -26,7 +26,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import lru_cache
 
 from hpc_elastic.worker import process_group
 from hpc_elastic.worker.reporting import own_page
@@ -73,6 +73,10 @@ class Period:
             return self.every_s
         overhead = self.overhead or _DEFAULT_OVERHEAD
         return _FIRST_AFTER_S if cost_s is None else cost_s / overhead
+
+
+_period_of = lru_cache(_MOST_PERIODS)(Period)
+"""Returns the same object for the same arguments: each caller has a period of its own."""
 
 
 class Clock:
@@ -198,8 +202,6 @@ class _Own:
     """This process's decision, made on first use."""
 
     decision: PeriodDecision | None = None
-    periods: ClassVar[dict[tuple[int | None, float | None, float | None], Period]] = {}
-    """By the arguments of a caller."""
     rule: Callable[[int, bool, bool], bool] | None = None
     clock = Clock(0.0)
     """Of the rule."""
@@ -253,12 +255,7 @@ def should_checkpoint(
             several workers outside a run, without a process group and ``every_steps``.
         HpcElasticError: the agent is silent; the group is lost.
     """
-    now, given = time.monotonic(), (every_steps, every_s, overhead)
-    period = _Own.periods.get(given)
-    if period is None:
-        if len(_Own.periods) == _MOST_PERIODS:
-            _Own.periods.clear()
-        period = _Own.periods[given] = Period(*given)
+    now, period = time.monotonic(), _period_of(every_steps, every_s, overhead)
     if _Own.rule is not None:
         clock = _Own.clock
         clock.called(step, now)

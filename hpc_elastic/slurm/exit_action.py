@@ -83,7 +83,6 @@ class ExitFacts:
     attempt: int | None = None
     run_ended: bool = False
     requeues_left: int | None = None
-    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,8 +160,7 @@ def row_of(facts: ExitFacts) -> ExitRule:
 
 def decide(facts: ExitFacts) -> ExitAction:
     """Return how a task exits (its own agent; the leader for one that was lost)."""
-    action = row_of(facts).action
-    return ExitAction.REPLACE if facts.refused and action is ExitAction.REQUEUE else action
+    return row_of(facts).action
 
 
 def meaning(facts: ExitFacts) -> Meaning | None:

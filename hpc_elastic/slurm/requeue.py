@@ -29,7 +29,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Protocol, cast
 
 from hpc_elastic.errors import LocalQueueError, RunDirectoryError, SlurmCommandError
@@ -235,7 +234,7 @@ def _carry_out(
         except SlurmCommandError as e:
             if not parsing.is_refused(e):
                 raise
-            how = decide(replace(facts, refused=True))
+            how = ExitAction.REPLACE
             _log.warning("Slurm does not requeue %s, so %s: %s", task, how.value, e)
         else:
             if run is not None and run.is_over:

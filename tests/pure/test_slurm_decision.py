@@ -81,17 +81,6 @@ def test_every_row_is_met():
     assert {row_of(known).name for known, _, _ in CASES} == {row.name for row in TABLE}
 
 
-@pytest.mark.parametrize(("known", "expected"), [(known, how) for known, _, how in CASES])
-def test_where_slurm_refuses_another_task_takes_the_place(known, expected):
-    """Only of one that was to come back by requeue; nothing else changes."""
-    refused = ExitFacts(
-        known.reason, known.state, known.attempt,
-        known.run_ended, known.requeues_left, refused=True,
-    )  # fmt: skip
-    replaced = ExitAction.REPLACE if expected is ExitAction.REQUEUE else expected
-    assert decide(refused) is replaced
-
-
 @pytest.mark.parametrize(
     ("known", "expected"),
     [

@@ -204,11 +204,6 @@ def wait_of(reason: str) -> Wait:
     return _row(reason)[1]
 
 
-def has_row(reason: str) -> bool:
-    """Return whether a reason is known."""
-    return _row(reason) is not _UNKNOWN
-
-
 _UNKNOWN = ("", Wait.PASSES, "")
 
 

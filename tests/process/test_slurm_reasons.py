@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.slurm.job_state import TaskState, Wait, has_row, remedy, wait_of
+from hpc_elastic.slurm import job_state
+from hpc_elastic.slurm.job_state import TaskState, Wait, remedy, wait_of
 
 BASE = list(
     filter(
@@ -71,7 +72,7 @@ HELD = [
 @pytest.mark.parametrize("reason", [*BASE, *GROUP, *MOST, *OF_ACCOUNT, *AT_LEAST, *HELD, ""])
 def test_each_reason_of_slurms_sources_has_a_row(reason):
     """Those of 22.05 to 26.05 (job_state_reason.c, job_mgr.c)."""
-    assert has_row(reason)
+    assert job_state._row(reason) is not job_state._UNKNOWN
     assert (remedy(reason) is None) == (wait_of(reason) in (Wait.PASSES, Wait.OWN_LIMIT))
 
 
@@ -84,7 +85,7 @@ def test_each_reason_of_the_slurm_that_is_installed_has_a_row():
                           capture_output=True, text=True).stdout  # fmt: skip
     found = {word for word in text.split() if re.fullmatch(r"[A-Za-z]{8,}", word)}
     assert len(found) > 100
-    assert not [reason for reason in found if not has_row(reason)]
+    assert not [reason for reason in found if job_state._row(reason) is job_state._UNKNOWN]
 
 
 @pytest.mark.parametrize(

@@ -301,6 +301,16 @@ class _Below:
         return owner.path / self._name
 
 
+class _Suffixed:
+    """One of the files of an array: ``script = _Suffixed(".sbatch")``."""
+
+    def __init__(self, suffix: str) -> None:
+        self._suffix = suffix
+
+    def __get__(self, owner: ArrayFiles, cls: type[object] | None = None) -> Path:
+        return owner.stem.with_suffix(self._suffix)
+
+
 RUN_DIR_VARIABLE = "HPC_ELASTIC_RUN_DIR"
 """The environment variable of workers with the path of their run's directory."""
 
@@ -324,6 +334,7 @@ class RunDir:
     avoided = _Below("avoided")
     checkpoints = _Below("checkpoints")
     """The default folder of checkpoints; the script may choose another."""
+    compiled = _Below("compile")
     departing = _Below("departing")
     saves_to = _Below("saves_to")
     tasks = _Below("tasks")
@@ -368,11 +379,6 @@ class RunDir:
     def metrics(self, task: str) -> Path:
         """Return the metrics of one task."""
         return self.path / "metrics" / f"{task}.prom"
-
-    @property
-    def compiled(self) -> Path:
-        """Graphs of torch.compile."""
-        return self.path / "compile"
 
     def load(self) -> RunSpec:
         """Return the frozen description; RunDirectoryError if missing, or of a newer version."""
@@ -427,6 +433,14 @@ class ArrayFiles:
 
     stem: Path
 
+    tasks = _Suffixed(".json")
+    """Run and slot of each index; the argument of `hpc_elastic.agent`."""
+    script = _Suffixed(".sbatch")
+    nodes = _Suffixed(".nodes")
+    job_id_file = _Suffixed(".jobid")
+    replaced = _Suffixed(".replaced")
+    """Folder of the replacements of its tasks (`slurm.run_tasks`)."""
+
     @classmethod
     def of(cls, file: Path) -> ArrayFiles:
         """Return the files of an array by one of them."""
@@ -437,11 +451,6 @@ class ArrayFiles:
         """The array's number k in the sweep."""
         return int(self.stem.name.removeprefix("array-"))
 
-    @property
-    def tasks(self) -> Path:
-        """Run and slot of each index; the argument of `hpc_elastic.agent`."""
-        return self.stem.with_suffix(".json")
-
     def run_dirs(self) -> list[Path]:
         """Return each task's run directory; RunDirectoryError if the file is missing or damaged."""
         found = read_json(self.tasks)
@@ -451,21 +460,6 @@ class ArrayFiles:
             return [Path(run["dir"]) for run in found["runs"]]
         except (KeyError, TypeError) as e:
             raise RunDirectoryError(f"{self.tasks} is damaged: it names no runs") from e
-
-    @property
-    def script(self) -> Path:
-        """The batch script."""
-        return self.stem.with_suffix(".sbatch")
-
-    @property
-    def nodes(self) -> Path:
-        """Nodes of a co-allocated job."""
-        return self.stem.with_suffix(".nodes")
-
-    @property
-    def job_id_file(self) -> Path:
-        """The file that holds the job id."""
-        return self.stem.with_suffix(".jobid")
 
     @property
     def job_id(self) -> str | None:

@@ -57,15 +57,10 @@ class TaskPlace:
         return job_id if self.index is None else task_name(job_id, self.index)
 
 
-def folder(files: ArrayFiles) -> Path:
-    """Return where the replacements of an array are recorded."""
-    return files.stem.with_suffix(".replaced")
-
-
 def replacements(files: ArrayFiles) -> dict[str, list[str]]:
     """Return the job ids of the replacements of an array, by label, in their order."""
     try:
-        records = [path for path in folder(files).iterdir() if not path.name.startswith(".")]
+        records = [path for path in files.replaced.iterdir() if not path.name.startswith(".")]
     except FileNotFoundError:
         return {}
     found: dict[str, list[str]] = {}
@@ -185,7 +180,7 @@ def resubmit(run: RunDir, task: str, client: SlurmClient) -> str | None:
     if avoided:  # the flag replaces the script's own line
         avoided |= parsing.excluded_in(read_text(files.script))
     made = client.resubmit(files.script, place.index, exclude=avoided, known=jobs)
-    record = folder(files) / f"{place.label}.{older + 1}"
+    record = files.replaced / f"{place.label}.{older + 1}"
     try:
         make_folder(record.parent)
         job = made if create_atomic(record, made + "\n") else read_text(record).strip()

@@ -98,7 +98,7 @@ def test_peers_that_ask_at_once_make_one(tmp_path):
 def test_what_could_not_be_written_down_is_taken_back(tmp_path):
     """Nobody would know of the job; whoever tries again makes one."""
     run = run_of(tmp_path, "70", [(0, 0)])
-    records = run_tasks.folder(Submission(tmp_path / ".hpc_elastic").array(0))
+    records = Submission(tmp_path / ".hpc_elastic").array(0).replaced
     client = Client(then=records.touch)  # so that no record can be made
     with pytest.raises(OSError, match=records.name):
         run_tasks.resubmit(run, "70_0", client)

@@ -148,9 +148,9 @@ def test_a_coallocated_job_that_was_replaced_is_seen_by_the_nodes_that_it_has_no
     submitted(tmp_path, a0="70")
     run = spec(tmp_path, [(0, 0), (0, 1)], coallocate_min=True)
     files = Submission(tmp_path).array(0)
-    run_tasks.folder(files).mkdir()
+    files.replaced.mkdir()
     (place,) = set(run_tasks.places(run))
-    (run_tasks.folder(files) / f"{place.label}.1").write_text("90\n")
+    (files.replaced / f"{place.label}.1").write_text("90\n")
     files.nodes.write_text('{"attempt": 0, "hosts": ["n3", "n4"]}')
     now = TaskState("90", "RUNNING", node="n4")
     expected = {"90.0": ("NODE_FAIL", "n3"), "90.1": ("RUNNING", "n4")}

@@ -49,14 +49,7 @@ from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from hpc_elastic._util import PASSING
-from hpc_elastic.agent import preemption, process_cleanup, worker_failures
-from hpc_elastic.agent.hang_watch import (
-    HangWatch,
-    WatchedWorker,
-    describe_place,
-    first_step_limit,
-    parse_main_thread,
-)
+from hpc_elastic.agent import hang_watch, preemption, process_cleanup, worker_failures
 from hpc_elastic.agent.log_retention import LogRetention
 from hpc_elastic.agent.metrics import WorkerObserver, apart_workers
 from hpc_elastic.agent.output_times import OutputTimes
@@ -161,7 +154,7 @@ class ElasticAgent(LocalElasticAgent):
         self._channel: WorkerChannel | None = None
         self._drain: preemption.DrainController | None = None
         self._saves = CheckpointFailureLog(context.events.write_behind)
-        self._hangs: HangWatch | None = None
+        self._hangs: hang_watch.HangWatch | None = None
         self._training: TrainingWatch | None = None
         self._exits: ExitWatch | None = None
         """From the success of the run on."""
@@ -290,12 +283,14 @@ class ElasticAgent(LocalElasticAgent):
         why_leave = by_its_script if replica is None else replica.why_leave
         self._drain = preemption.DrainController(self._session, notices, pages, why_leave)
         watched = [
-            WatchedWorker(page, files, stacks_file(context.control.path, files.local_rank))
+            hang_watch.WatchedWorker(
+                page, files, stacks_file(context.control.path, files.local_rank)
+            )
             for page, files in zip(pages, map(self._files, self.pages), strict=True)
         ]
-        self._hangs = HangWatch(
+        self._hangs = hang_watch.HangWatch(
             self._session, watched, after_s=context.settings.hang_timeout_s,
-            first_step=first_step_limit(
+            first_step=hang_watch.first_step_limit(
                 context.settings.first_step_timeout_s, context.settings.hang_timeout_s,
                 self._longest_start_s,
             ),
@@ -635,7 +630,8 @@ class ExitWatch:
             process = processes[alive[0]]
             dump = stacks_file(self._agent_context.control.path, process.local_rank_id)
             text = take_stacks(process.proc.pid, dump)
-            at = f" at {describe_place(parse_main_thread(text))}" if text else ""
+            frames = hang_watch.parse_main_thread(text or "")
+            at = f" at {hang_watch.describe_place(frames)}" if text else ""
             self._write(alive, now, f"still running{at}; ended after {limit_s:g} s at the latest")
         return False
 

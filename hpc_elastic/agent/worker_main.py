@@ -53,21 +53,7 @@ from hpc_elastic.run.directory import RUN_DIR_VARIABLE, Entry, RunDir
 from hpc_elastic.shared_files import make_folder, write_atomic
 from hpc_elastic.slurm.environment import mig_slices
 from hpc_elastic.transport import socket_filter
-from hpc_elastic.worker import optimizer_steps, process_group
-from hpc_elastic.worker.reporting import (
-    function_returned,
-    own_page,
-    report_counted,
-    set_bad_loss_policy,
-)
-from hpc_elastic.worker.shared_page import (
-    AGENT_VARIABLE,
-    CPUS_VARIABLE,
-    DIRECTORY_VARIABLE,
-    RESULTS_VARIABLE,
-    ROUND_VARIABLE,
-    WARM_WORKER_VARIABLE,
-)
+from hpc_elastic.worker import optimizer_steps, process_group, reporting, shared_page
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _FRAMES_OF_OURS = (
@@ -84,25 +70,26 @@ def main(argv: list[str]) -> int:
     """Run one worker; return its exit code."""
     agent = os.getppid()  # torch starts workers in their own sessions: Linux is to end this one
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    given = int(os.environ.get(AGENT_VARIABLE, agent))  # 1 where a container has no other process
-    if not os.getppid() == agent == given:
+    # the parent is 1 where a container has no other process
+    if not os.getppid() == agent == int(os.environ.get(shared_page.AGENT_VARIABLE, agent)):
         os._exit(1)  # the agent died before the request
     set_up_signals()
     if not sys.flags.safe_path:
         del sys.path[0]  # the working directory, by `-m`: it would hide packages of the same name
     run = RunDir(Path(argv[0]))
-    warm_worker = os.environ.pop(WARM_WORKER_VARIABLE, None)
+    warm_worker = os.environ.pop(shared_page.WARM_WORKER_VARIABLE, None)
     if warm_worker is not None:
         _wait_for_use(warm_worker, run)  # it receives the environment
     os.environ[RUN_DIR_VARIABLE] = str(run.path)
-    control, local_rank = os.environ.get(DIRECTORY_VARIABLE), os.environ.get("LOCAL_RANK")
+    control = os.environ.get(shared_page.DIRECTORY_VARIABLE)
+    local_rank = os.environ.get("LOCAL_RANK")
     place = None
     if control is not None and local_rank is not None:
         place = Path(control), int(local_rank)
         with contextlib.suppress(OSError, RuntimeError):
             stacks.register_handler(*place)
     sys.stdout, sys.stderr = _unfailing(sys.stdout), _unfailing(sys.stderr)
-    own_page()  # by the agent's LOCAL_RANK: a script may change it
+    reporting.own_page()  # by the agent's LOCAL_RANK: a script may change it
     _bind_to_cpus()
     if mig_slices(os.environ):  # GPU 0 of this process, as with torchrun --virtual-local-rank
         os.environ["LOCAL_RANK"] = "0"
@@ -114,7 +101,7 @@ def main(argv: list[str]) -> int:
         entry = spec.entry
         socket_filter.watch_ports()
         signals.keep_fork_server()
-        set_bad_loss_policy(stop=spec.settings.launcher.on_bad_loss == "stop")
+        reporting.set_bad_loss_policy(stop=spec.settings.launcher.on_bad_loss == "stop")
         world_size = 1 if spec.settings.ft else int(environment.get("WORLD_SIZE", "1"))
         check = world_size, spec.settings.launcher.require_group
         group = GroupCheck(*check)
@@ -139,11 +126,11 @@ def main(argv: list[str]) -> int:
                 value = function(config)
         if os.getpid() == pid:  # not a process that the user's function has forked
             # not by os.environ, which a script may clear
-            name = environment.get(RESULTS_VARIABLE) or f"round-{environment[ROUND_VARIABLE]}"
-            results = run.results / name
+            name = f"round-{environment[shared_page.ROUND_VARIABLE]}"
+            results = run.results / (environment.get(shared_page.RESULTS_VARIABLE) or name)
             make_folder(results, parents=True)
             write_atomic(results / f"rank-{environment['RANK']}.json", to_json(value) + "\n")
-            function_returned()
+            reporting.function_returned()
     except BaseException as e:
         if os.getpid() == pid:
             _write_failure(e, _phase_of(e, phase), environment.get("TORCHELASTIC_ERROR_FILE"))
@@ -204,7 +191,7 @@ def _wait_for_use(warm_worker: str, run: RunDir) -> None:
 
 def _bind_to_cpus() -> None:
     """Keep all threads, those of later ones too, on the CPUs that are near this worker's GPU."""
-    cpus = json.loads(os.environ.get(CPUS_VARIABLE, "[]"))
+    cpus = json.loads(os.environ.get(shared_page.CPUS_VARIABLE, "[]"))
     if cpus:
         near = cpus[int(os.environ["LOCAL_RANK"]) % len(cpus)]
         for thread in Path("/proc/self/task").iterdir():
@@ -235,7 +222,7 @@ def _prepare_torch(
 
     def on_step(_optimizer: object) -> None:
         step = next(steps)
-        report_counted(step)
+        reporting.report_counted(step)
         compiled.on_step(step)
         size = process_group.size()
         if size is not None:
@@ -310,7 +297,7 @@ def _phase_of(error: BaseException, phase: str) -> str:
     causes = (error, error.__cause__)  # hydra.utils.instantiate raises its own error from it
     if any(isinstance(cause, PermanentError) for cause in causes):
         return "final"
-    page = own_page()
+    page = reporting.own_page()
     if page is not None and (page.read().step or 0) > 0:
         return "run"
     if any(isinstance(cause, InexactError) for cause in causes):

@@ -21,13 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.shared_files import (
-    LATEST_TIME,
-    lines_in,
-    owner_writes,
-    parse_json,
-    status_of,
-)
+from hpc_elastic import shared_files
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +95,7 @@ class EventLog:
 
 def _append(path: Path, data: bytes) -> None:
     """Append all of it or nothing: a disk that is nearly full accepts a part."""
-    with open(path, "ab", buffering=0, opener=owner_writes) as f:
+    with open(path, "ab", buffering=0, opener=shared_files.owner_writes) as f:
         before = f.seek(0, os.SEEK_END)
         if f.write(data) < len(data):
             f.truncate(before)
@@ -127,7 +121,7 @@ class EventReader:
         """
         events: list[Event] = []
         for path in self._logs():
-            for end, line in lines_in(path, self._read.get(path, 0), newest=True):
+            for end, line in shared_files.lines_in(path, self._read.get(path, 0), newest=True):
                 self._read[path] = end
                 if event := _parsed(line):
                     events.append(event)
@@ -137,7 +131,7 @@ class EventReader:
 
     def skip(self) -> None:
         """Leave out the events so far."""
-        self._read = {path: status_of(path).st_size for path in self._logs()}
+        self._read = {path: shared_files.status_of(path).st_size for path in self._logs()}
 
     def _logs(self) -> list[Path]:
         try:
@@ -204,12 +198,12 @@ def _parsed(line: bytes) -> Event | None:
     """
     for text in (line, line[max(0, line.rfind(b'{"v": ')) :]):
         try:
-            event = parse_json(text, "the event", _decode)
+            event = shared_files.parse_json(text, "the event", _decode)
             at = float(event["time"])
             if not (isinstance(event["kind"], str) and isinstance(event["task"], str)):
                 continue
         except (ValueError, KeyError, TypeError):
             continue
-        if 0.0 <= at <= LATEST_TIME:
+        if 0.0 <= at <= shared_files.LATEST_TIME:
             return dict(event)
     return None

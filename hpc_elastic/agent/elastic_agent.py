@@ -289,11 +289,7 @@ class ElasticAgent(LocalElasticAgent):
             for page, files in zip(pages, map(self._files, self.pages), strict=True)
         ]
         self._hangs = hang_watch.HangWatch(
-            self._session, watched, after_s=context.settings.hang_timeout_s,
-            first_step=hang_watch.first_step_limit(
-                context.settings.first_step_timeout_s, context.settings.hang_timeout_s,
-                self._longest_start_s,
-            ),
+            self._session, watched, context.settings, self._longest_start_s,
             alone=None if replica is None else (replica.me, context.events.write),
             gpus_fail=context.observer.gpus_fail,
         )  # fmt: skip

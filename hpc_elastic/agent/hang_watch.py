@@ -33,6 +33,7 @@ from pathlib import Path
 
 from hpc_elastic.agent import stacks
 from hpc_elastic.agent.worker_failures import WorkerFiles
+from hpc_elastic.config.schema import AgentSettings
 from hpc_elastic.rendezvous.hang_diagnosis import (
     diagnose_hang,
     hang_failures,
@@ -64,18 +65,18 @@ class WatchedWorker:
 class HangWatch:
     """The watch over the workers of one round.
 
-    ``after_s`` is the setting `launcher.agent.hang_timeout_s`. ``alone`` is the agent, and what
-    writes its events, if its workers are a replica: then it decides by itself. ``gpus_fail``
-    returns whether the node's GPUs cannot be measured.
+    ``longest_start_s`` is that of `first_step_limit`. ``alone`` is the agent, and what writes its
+    events, if its workers are a replica: then it decides by itself. ``gpus_fail`` returns whether
+    the node's GPUs cannot be measured.
     """
 
     def __init__(
         self,
         leader: Session,
         workers: Sequence[WatchedWorker],
+        settings: AgentSettings,
+        longest_start_s: float | None = None,
         *,
-        after_s: float | None,
-        first_step: FirstStepLimit,
         alone: tuple[Agent, Callable[..., None]] | None = None,
         gpus_fail: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -85,8 +86,10 @@ class HangWatch:
         self._alone = alone
         self._gpus_fail = gpus_fail
         least_s = MIN_LIMIT_S if alone is None else REPLICA_MIN_LIMIT_S
-        self._clocks = [StepClock(after_s, now, first_step.limit_s, least_s) for _ in workers]
-        self._first_step = first_step
+        after_s = settings.hang_timeout_s
+        first = first_step_limit(settings.first_step_timeout_s, after_s, longest_start_s)
+        self._clocks = [StepClock(after_s, now, first.limit_s, least_s) for _ in workers]
+        self._first_step = first
         self._answered = 0
         self._sampling: threading.Thread | None = None
         self._writing: threading.Thread | None = None

@@ -23,6 +23,7 @@ from hpc_elastic.agent.hang_watch import (
     waiting_collective,
 )
 from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
+from hpc_elastic.config.schema import AgentSettings
 from hpc_elastic.rendezvous.hang_diagnosis import ANSWER_S
 from hpc_elastic.worker.shared_page import WorkerStatus
 
@@ -324,7 +325,7 @@ class Node:
             WatchedWorker(page, files, folder / f"worker-{rank}.stack")
             for rank, (page, files) in enumerate(zip(self.pages, self.files, strict=True))
         ]
-        self._watch = HangWatch(self.leader, workers, after_s=0, first_step=FirstStepLimit(None))
+        self._watch = HangWatch(self.leader, workers, AgentSettings(hang_timeout_s=0))
 
     def ask(self, within_s: float = ANSWER_S) -> list[str]:
         """Ask as the leader does, and return the states of the workers."""

@@ -70,34 +70,33 @@ def _numbers(ranges: str, limit: int) -> list[str]:
 
 def compress(hosts: Iterable[str]) -> str:
     """Return the shortest list that expands to these hosts; their order may change."""
-    grouped: dict[str, list[str]] = {}
-    for host in dict.fromkeys(hosts):
-        m = _NUMBERED.fullmatch(host)
-        prefix, digits = (m[1], m[2]) if m else (host, "")
-        grouped.setdefault(prefix, []).append(digits)
-    parts: list[str] = []
-    for prefix, numbers in grouped.items():
-        parts += [prefix] * ("" in numbers)
-        runs = _runs(sorted(filter(None, numbers), key=lambda d: (len(d), int(d))))
-        ranges = ",".join(low if low == high else f"{low}-{high}" for low, high in runs)
-        if ranges:
-            parts.append(prefix + ranges if ranges.isdecimal() else f"{prefix}[{ranges}]")
-    return ",".join(parts)
+    order: dict[str, int] = {}
+
+    def place(host: str) -> tuple[int, int, int]:
+        prefix, digits = _split(host)
+        return order.setdefault(prefix, len(order)), len(digits), int(digits or 0)
+
+    return compress_in_order(sorted(dict.fromkeys(hosts), key=place))
 
 
 def compress_in_order(hosts: Iterable[str]) -> str:
     """Return a list that expands to these hosts in their order, each as often as it is given."""
-    numbered = [(m[1], m[2]) if (m := _NUMBERED.fullmatch(h)) else (h, "") for h in hosts]
     parts: list[str] = []
-    for prefix, same in itertools.groupby(numbered, key=lambda host: (host[0], host[1] == "")):
-        name, is_whole = prefix
+    for (prefix, is_whole), same in itertools.groupby(
+        map(_split, hosts), key=lambda host: (host[0], host[1] == "")
+    ):
         if is_whole:
-            parts += [name for _ in same]
+            parts += [prefix for _ in same]
             continue
-        runs = _runs(digits for _, digits in same)
-        ranges = ",".join(low if low == high else f"{low}-{high}" for low, high in runs)
-        parts.append(name + ranges if ranges.isdecimal() else f"{name}[{ranges}]")
+        ranges = _ranges(digits for _, digits in same)
+        parts.append(prefix + ranges if ranges.isdecimal() else f"{prefix}[{ranges}]")
     return ",".join(parts)
+
+
+def _split(host: str) -> tuple[str, str]:
+    """Return the name of a host before its last digits, and these."""
+    m = _NUMBERED.fullmatch(host)
+    return (m[1], m[2]) if m else (host, "")
 
 
 def repeat_counts(numbers: Iterable[int]) -> str:
@@ -106,15 +105,15 @@ def repeat_counts(numbers: Iterable[int]) -> str:
     return ",".join(f"{n}(x{count})" if count > 1 else str(n) for n, count in groups)
 
 
-def _runs(numbers: Iterable[str]) -> list[tuple[str, str]]:
-    """Join numbers that follow each other as the padding of the first counts on."""
+def _ranges(numbers: Iterable[str]) -> str:
+    """Join numbers that follow each other as the padding of the first counts on: ``07-09,3``."""
     runs: list[tuple[str, str]] = []
     for number in numbers:
         if runs and number == f"{int(runs[-1][1]) + 1:0{len(runs[-1][0])}}":
             runs[-1] = (runs[-1][0], number)
         else:
             runs.append((number, number))
-    return runs
+    return ",".join(low if low == high else f"{low}-{high}" for low, high in runs)
 
 
 def expand_indices(indices: str) -> tuple[list[int], int | None]:
@@ -133,6 +132,5 @@ def expand_indices(indices: str) -> tuple[list[int], int | None]:
 
 def compress_indices(indices: Iterable[int], limit: int | None = None) -> str:
     """Return array indices as ``--array`` and scancel take them: ``0-3,7``, with ``%limit``."""
-    runs = _runs(str(index) for index in sorted(set(indices)))
-    text = ",".join(low if low == high else f"{low}-{high}" for low, high in runs)
+    text = _ranges(str(index) for index in sorted(set(indices)))
     return text if limit is None else f"{text}%{limit}"

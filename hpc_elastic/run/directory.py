@@ -2,57 +2,9 @@
 
 Written by the submission (login node), read by every agent, worker and command. It lies on the
 shared file system; nothing in it is pickled. A sweep directory holds the run directories and one
-folder for the submission itself. What is handed to Slurm in one piece is an *array* there, number
-k of the sweep: a job array, one task a node; or one *co-allocated job* of several nodes.
-
-    <sweep>/.hpc_elastic/array-<k>.json   index in the array -> (run directory, slot)
-    <sweep>/.hpc_elastic/array-<k>.sbatch the script as submitted
-    <sweep>/.hpc_elastic/array-<k>.jobid  the array's job id, once known
-    <sweep>/.hpc_elastic/array-<k>.nodes  nodes of a co-allocated job, by node id
-    <sweep>/.hpc_elastic/array-<k>.replaced/  job ids of tasks that replace others
-    <sweep>/.hpc_elastic/sweeper.lock     held by the process of a study (`launcher.optuna_sweep`)
-    <sweep>/.hpc_elastic/local-tasks.json launcher=local: the states of its tasks
-    <sweep>/.hpc_elastic/local-requests/  launcher=local: requests of agents and commands
-    <sweep>/.hpc_elastic/logs/            output of each task that Slurm captures
-    <run>/run.json                        RunSpec, frozen, with the settings; 0600, for launcher.env
-                                          may hold tokens
-    <run>/.hydra/                         config.yaml hydra.yaml overrides.yaml, and frozen.json
-                                          (`config.frozen`); 0600
-    <run>/settings.json                   the settings of a run of hpc_elastic 0.2.0; 0600
-    <run>/secret                          0600: authenticates every message between agents
-    <run>/rdzv/entry.<n>.json             decisions of leaders: leader, round, end
-    <run>/rdzv/lease.<term>               shows that the leader of a term lives
-    <run>/rdzv/term.<term>/               through it a leader writes (`rendezvous.term`);
-                                          holds the notices that are not confirmed yet
-    <run>/preempt/                        a file named like a task or a node: leave it
-    <run>/excluded_nodes.json             nodes that the run avoids, with the reasons
-    <run>/avoided/<task>@<node>           the task was lost on that node, and may still run there
-    <run>/checkpoints/                    checkpoints, by default; see hpc_elastic.checkpoint
-    <run>/compile/                        graphs of torch.compile (`agent.compile_cache`)
-    <run>/departing/                      combined requests of tasks that are requeued together
-    <run>/tensorboard/, wandb/, trackers/ of trackers (`integrations.tracking`)
-    <run>/saves_to/                       other directories of checkpoints (`checkpoint.store`)
-    <run>/ledger/                         samples that each rank trained (`data.ledger`)
-    <run>/tasks/<task>/attempt-<n>/       logs of the agent and of each worker, each with its time
-                                          index ``<log>.times`` (`run.log_index`)
-    <run>/events/<task>.jsonl             events, one JSON object a line
-    <run>/metrics/<task>.prom             OpenMetrics of the task's node
-    <run>/results/                        return values of the workers, by rank
-    <run>/status.json                     the group as the leader sees it, about once a second
-    <run>/progress.jsonl                  the same over time, one JSON object a line, append only: a
-                                          line at each change of the group, and else every 5 s, in
-                                          a run of days more rarely (`rendezvous.run_status`)
-    <run>/cancelled.json                  who cancelled the run, and when: no task restarts
-    <run>/result.json                     written once, when the run has ended
-    <run>/before-resume.<n>/              these two files from before the n-th `resume`
-
-A line of progress.jsonl has time (Unix seconds, of the leader), phase, round, term, nodes,
-world_size, step (the last), total_steps, samples, loss (of the first rank), blocked_s (seconds for
-which checkpoints have blocked the workers of this round), checkpoint (the last step that was
-announced as saved), steps_per_s and samples_per_s (over half a minute), metrics (the script's own,
-of the first rank), gpu_use and gpu_memory (shares, of the group); null if unknown. A line may be
-cut off. A line of a leader that was stopped while it wrote may follow lines of a later term.
-`report.progress_log` reads the file.
+folder for the submission itself, ``.hpc_elastic``. What is handed to Slurm in one piece is an
+*array* there, number k of the sweep: a job array, one task a node; or one *co-allocated job* of
+several nodes. docs/reference/files.md describes each file.
 """
 
 from __future__ import annotations
@@ -326,17 +278,21 @@ class RunDir:
     settings = _Below("settings.json")
     secret = _Below("secret")
     rdzv = _Below("rdzv")
+    """The log of decisions, and the leases (`rendezvous.decision_log`)."""
     first_term = _Below("rdzv/term.0")
     """The term folder, as it is made with the run; see `rendezvous.term`."""
     notices = _Below("preempt")
     """Folder of notice files, named like a task or a host, or ``all``: these nodes are left."""
     excluded = _Below("excluded_nodes.json")
     avoided = _Below("avoided")
+    """Nodes on which lost tasks may still run (`slurm.quarantine`)."""
     checkpoints = _Below("checkpoints")
     """The default folder of checkpoints; the script may choose another."""
     compiled = _Below("compile")
     departing = _Below("departing")
+    """Requests of tasks that leave together (`slurm.combined_requests`)."""
     saves_to = _Below("saves_to")
+    """Other directories of checkpoints (`checkpoint.store`)."""
     tasks = _Below("tasks")
     event_logs = _Below("events")
     results = _Below("results")

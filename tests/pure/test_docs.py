@@ -3,6 +3,7 @@
 import importlib
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -61,11 +62,20 @@ def test_a_generated_page_is_fresh(name, page):
 
 
 def test_the_page_of_files_has_every_path():
-    """That `run.directory` describes, of a run and of a submission."""
+    """That `run.directory` names, of a run and of a submission, and those of single modules."""
     text = (ROOT / "docs/reference/files.md").read_text()
-    rows = re.findall(r"^    <(run|sweep)>/(?:\.hpc_elastic/)?(\S+)", directory.__doc__, re.M)
-    paths = [path for _, path in rows]
-    assert len(paths) > 20
+    here, array = Path("here"), Path("array-<k>")
+    owners = directory.RunDir(here), directory.Submission(here), directory.ArrayFiles(array)
+    kinds = directory._Below, directory._Suffixed
+    paths = [
+        str(getattr(owner, name)).removeprefix("here/")
+        for owner in owners
+        for name, value in vars(type(owner)).items()
+        if isinstance(value, kinds)
+    ]
+    others = "before-resume.<n> ledger metrics sweeper.lock tensorboard trackers wandb"
+    paths += others.split()
+    assert len(paths) > 30
     missing = [path for path in paths if path.split("/")[0] not in text]
     assert not missing
 

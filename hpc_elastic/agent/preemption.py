@@ -264,8 +264,7 @@ class TimeLimitSource:
 class PreemptionWatcher:
     """Turns signals and the approaching end of the wall time into notices, on a thread.
 
-    It may query Slurm, which can take seconds; nothing of the training waits for it. ``scheduler``
-    is None for a task that has none, and no time limit.
+    It may query Slurm, which can take seconds; nothing of the training waits for it.
     """
 
     def __init__(
@@ -273,7 +272,7 @@ class PreemptionWatcher:
         caught: SignalPipe,
         pool: Pool,
         notices: PreemptionState,
-        scheduler: TimeLimitSource | None,
+        scheduler: TimeLimitSource,
     ) -> None:
         self._caught = caught
         self._pool = pool
@@ -285,9 +284,9 @@ class PreemptionWatcher:
         self._planned: tuple[float, PreemptionNotice] | None = None
         """When the notice of the end of the wall time is due, and the notice."""
         self._ask_at: float | None = None
-        if scheduler is not None and scheduler.known_left_s is not None:
+        if scheduler.known_left_s is not None:
             self._plan(self._started_at + scheduler.known_left_s)
-        elif scheduler is not None:
+        else:
             self._ask_at = self._started_at + random.uniform(0.0, scheduler.first_spread_s)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="notices", daemon=True)
@@ -311,14 +310,13 @@ class PreemptionWatcher:
                     continue
                 _log.warning("this node is to be left: %s", number.name)
                 self._notices.add(notice)
-                if notice.reason is Reason.SIGNAL and self._scheduler is not None:
+                if notice.reason is Reason.SIGNAL:
                     how = self._scheduler.predict_exit()
                     self._notices.add(of_departure(how, self._pool, came_at))
             self._check_clock()
 
     def _plan(self, end: float) -> None:
         """Plan the notice, and a query shortly before it: limits get extended."""
-        assert self._scheduler is not None
         self._end = end
         self._planned = self._notice_of_end(None)
         # at random, so that not all tasks of a run ask at once
@@ -336,7 +334,6 @@ class PreemptionWatcher:
     def _check_clock(self) -> None:
         """Query Slurm for the time that is left, or add the notice, where that is due."""
         if self._ask_at is not None and time.monotonic() >= self._ask_at:
-            assert self._scheduler is not None
             asked_at, self._ask_at = time.monotonic(), None
             try:
                 left_s = self._scheduler.time_left_s()

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -110,20 +110,13 @@ class SlurmClient:
     def batch_scripts(self) -> list[Path]:
         """Return the batch scripts of the user's jobs that wait or run, each of them once."""
         output = self._run(["squeue", "-h", "--me", "-o", parsing.SCRIPTS_FORMAT])
-        scripts = dict.fromkeys(script for _, _, script in parsing.parse_scripts(output))
-        return [Path(script) for script in scripts]
+        return list(dict.fromkeys(Path(script) for _, _, script in parsing.parse_scripts(output)))
 
     def identities(self, job_ids: Iterable[str]) -> dict[str, parsing.JobIdentity]:
         """Return what identifies jobs that wait or run, of any user, by one call of squeue."""
         ids = ",".join(dict.fromkeys(job_ids))
-        try:
-            return parsing.parse_jobs(
-                self._run(["squeue", "-h", "-O", parsing.JOBS_FORMAT, "-j", ids]) if ids else ""
-            )
-        except SlurmCommandError as e:
-            if not parsing.is_forgotten(e):
-                raise
-            return {}
+        argv = ["squeue", "-h", "-O", parsing.JOBS_FORMAT, "-j", ids]
+        return parsing.parse_jobs(self._run_for_known(argv) if ids else "")
 
     def find_job(
         self, script: Path, index: int | None = None, *, besides: Collection[str] = ()
@@ -205,12 +198,8 @@ class SlurmClient:
         """
         jobs = ",".join(dict.fromkeys(job_ids))
         argv = ["squeue", "-h", "-t", "PENDING", "-o", "%F|%P", "-j", jobs]
-        try:
-            rows = re.findall(r"^\s*\d+\|(\S+)", self._run(argv) if jobs else "", re.MULTILINE)
-        except SlurmCommandError as e:
-            if not parsing.is_forgotten(e):
-                raise
-            return None
+        output = self._run_for_known(argv) if jobs else ""
+        rows = re.findall(r"^\s*\d+\|(\S+)", output, re.MULTILINE)
         return ",".join(sorted({name for row in rows for name in row.split(",")})) or None
 
     def each_node(
@@ -261,12 +250,7 @@ class SlurmClient:
         return parsing.parse_out_of_service(self._node(node))
 
     def _node(self, node: str) -> str:
-        try:
-            return self._run(["scontrol", "show", "node", node])
-        except SlurmCommandError as e:
-            if not parsing.is_unknown_node(e):
-                raise
-            return ""
+        return self._run_for_known(["scontrol", "show", "node", node], parsing.is_unknown_node)
 
     def requeue(self, task: str) -> None:
         """Send a task back to the queue: Slurm kills it, and starts it again when it can.
@@ -398,11 +382,7 @@ class SlurmClient:
     def _records(self, job: str) -> list[parsing.JobRecord]:
         argv = ["scontrol", "-o", "show", "job", job]
         try:
-            return parsing.parse_records(self._run(argv))
-        except SlurmCommandError as e:
-            if not parsing.is_forgotten(e):
-                raise
-            return []
+            return parsing.parse_records(self._run_for_known(argv))
         except ValueError as e:
             raise SlurmCommandError(argv, 0, str(e)) from e
 
@@ -473,6 +453,19 @@ class SlurmClient:
         """
         unix = {"SLURM_TIME_FORMAT": "%s"} if argv[0] == "squeue" else {}
         return call(argv, env={**self._env, **unix}, timeout_s=self.timeout_s)
+
+    def _run_for_known(
+        self,
+        argv: Sequence[str],
+        is_unknown: Callable[[SlurmCommandError], bool] = parsing.is_forgotten,
+    ) -> str:
+        """Return the output of a command; empty if it fails since Slurm knows no such job."""
+        try:
+            return self._run(argv)
+        except SlurmCommandError as e:
+            if not is_unknown(e):
+                raise
+            return ""
 
     def _run_unless(self, phrases: Sequence[str], *argv: str) -> None:
         """Run a command whose failure is none if it prints only lines with these phrases."""

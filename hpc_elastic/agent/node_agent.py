@@ -155,7 +155,7 @@ def _leave_job(task: Task, events: EventLog, reason: Reason) -> int:
             fields["means"] = means.value
         if host is not None and means in (None, Meaning.REQUEUED, Meaning.CANCELLED):
             try:
-                node = SlurmClient().out_of_service(host)
+                node = SlurmClient().node(host).out_of_service
                 fields |= {"node": node} if node else {}
             except errors.SlurmCommandError as e:
                 _log.warning("the state of %s is not known: %s", host, e)
@@ -189,7 +189,7 @@ class NodeAgent:
         self._interface = interface.LOOPBACK
         if not is_local:
             self._interface = interface.find(
-                name, settings.launcher.interface, lambda: SlurmClient().node_address(name)
+                name, settings.launcher.interface, lambda: SlurmClient().node(name).address
             )
             socket_filter.check_own(self._interface.address)
         self._scheduler = RunScheduler(task.run, task.spec, RoundStores(self._interface.address))

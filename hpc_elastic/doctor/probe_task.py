@@ -148,7 +148,7 @@ def collect_node_facts(
 
     def node_address() -> str | None:
         try:
-            return client.node_address(slurm.node_name)
+            return client.node(slurm.node_name).address
         except SlurmCommandError:
             return None
 

@@ -226,7 +226,7 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     interface = interface_module.find(
         slurm.node_name,
         parameters.get("interface"),
-        lambda: SlurmClient().node_address(slurm.node_name),
+        lambda: SlurmClient().node(slurm.node_name).address,
     )
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface.name)
     me = Agent(f"{slurm.job_id}.{slurm.node_id}", slurm.restart_count, slurm.node_id,

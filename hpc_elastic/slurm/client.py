@@ -232,25 +232,10 @@ class SlurmClient:
         argv = ["sinfo", "-h", "-e", *where, "-o", parsing.NODE_KINDS_FORMAT]
         return parsing.parse_node_kinds(self._run(argv))
 
-    def node_address(self, node: str) -> str | None:
-        """Return the configured host name or address of a node; None if Slurm has none."""
-        return parsing.parse_node_address(self._node(node))
-
-    def is_up(self, node: str) -> bool:
-        """Return whether a node is up, so that Slurm may start jobs there; False if unknown."""
-        output = self._node(node)
-        return bool(output) and parsing.parse_is_up(output)
-
-    def is_off(self, node: str) -> bool:
-        """Return whether Slurm has powered a node down: nothing runs there any more."""
-        return parsing.parse_is_off(self._node(node))
-
-    def out_of_service(self, node: str) -> str:
-        """Return Slurm's reason for which a node gets no new jobs; empty if it does, or unknown."""
-        return parsing.parse_out_of_service(self._node(node))
-
-    def _node(self, node: str) -> str:
-        return self._run_for_known(["scontrol", "show", "node", node], parsing.is_unknown_node)
+    def node(self, node: str) -> parsing.NodeStatus:
+        """Return the address and the state of a node."""
+        argv = ["scontrol", "show", "node", node]
+        return parsing.parse_node(self._run_for_known(argv, parsing.is_unknown_node))
 
     def requeue(self, task: str) -> None:
         """Send a task back to the queue: Slurm kills it, and starts it again when it can.

@@ -150,6 +150,24 @@ class JobRecord:
 
 
 @dataclass(frozen=True)
+class NodeStatus:
+    """One node, as scontrol shows it; of one that Slurm does not have nothing is known.
+
+    Attributes:
+        address: Its configured host name or address; None if Slurm has none.
+        is_up: Whether it is up, so that Slurm may start jobs there.
+        is_off: Whether Slurm has powered it down: nothing runs there any more.
+        out_of_service: Why it gets no new jobs, in Slurm's words, such as ``IDLE+DRAIN:
+            maintenance [root@2030-01-31T12:00:00]``; empty if it does.
+    """
+
+    address: str | None
+    is_up: bool
+    is_off: bool
+    out_of_service: str
+
+
+@dataclass(frozen=True)
 class NodeKind:
     """What nodes of one kind have; ``gpus`` are by type, empty where none is configured."""
 
@@ -380,41 +398,23 @@ def parse_last_busy(output: str, record: JobRecord) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def parse_node_address(output: str) -> str | None:
-    """Return the address in what ``scontrol show node`` printed; None if it has none."""
-    m = re.search(r"(?<!\S)NodeAddr=(\S+)", output)
-    return None if m is None or m[1] == "n/a" or is_nothing(m[1]) else m[1]
-
-
-def _node_state(output: str) -> tuple[str, set[str]]:
-    """Return the state in what ``scontrol show node`` printed, and its words; empty if none."""
-    m = re.search(r"(?<!\S)State=(\S+)", output)
-    return (m[1], set(m[1].replace("*", "+NOT_RESPONDING").split("+"))) if m else ("", set())
-
-
-def parse_is_up(output: str) -> bool:
-    """Return whether a node is up, by what ``scontrol show node`` printed.
+def parse_node(output: str) -> NodeStatus:
+    """Return what ``scontrol show node`` printed of one node.
 
     A drained node is up, and so is one of a state that a later Slurm may add.
     """
-    return _node_state(output)[1].isdisjoint(_NOT_UP)
-
-
-def parse_is_off(output: str) -> bool:
-    """Return whether a node has no power, by what ``scontrol show node`` printed."""
-    return "POWERED_DOWN" in _node_state(output)[1]
-
-
-def parse_out_of_service(output: str) -> str:
-    """Return why a node gets no new jobs, by what ``scontrol show node`` printed; empty: it does.
-
-    These are Slurm's words, such as ``IDLE+DRAIN: maintenance [root@2030-01-31T12:00:00]``.
-    """
-    state, words = _node_state(output)
-    if words.isdisjoint(_NOT_UP | _NO_NEW_JOBS):
-        return ""
-    reason = re.search(r"(?<!\S)Reason=(.+)", output)
-    return state if reason is None else f"{state}: {reason[1].strip()}"
+    address, state, reason = (
+        found[1].strip() if (found := re.search(rf"(?<!\S){pattern}", output)) else ""
+        for pattern in (r"NodeAddr=(\S+)", r"State=(\S+)", r"Reason=(.+)")
+    )
+    words = set(state.replace("*", "+NOT_RESPONDING").split("+"))
+    gets_jobs = words.isdisjoint(_NOT_UP | _NO_NEW_JOBS)
+    return NodeStatus(
+        None if address == "n/a" or is_nothing(address) else address,
+        bool(output) and words.isdisjoint(_NOT_UP),
+        "POWERED_DOWN" in words,
+        "" if gets_jobs else f"{state}: {reason}" if reason else state,
+    )
 
 
 # ---- sinfo

@@ -153,20 +153,18 @@ def lift_quarantine(run: RunDir, tasks: Iterable[str], client: SlurmClient, now:
         avoided = [file for file in run.avoided.iterdir() if file.name.partition("@")[0] in gone]
     except FileNotFoundError:
         return
-    is_up = {node: client.is_up(node) for node in {file.name.partition("@")[2] for file in avoided}}
-    is_off = {node: not up and client.is_off(node) for node, up in is_up.items()}
+    nodes = {node: client.node(node) for node in {f.name.partition("@")[2] for f in avoided}}
     for file in avoided:
-        node = file.name.partition("@")[2]
-        up = is_up[node]
-        if is_off[node]:  # a cloud's instance that was taken back: nothing is left on it
+        node = nodes[file.name.partition("@")[2]]
+        if node.is_off:  # a cloud's instance that was taken back: nothing is left on it
             _lift_quarantine(run, file, client)
             continue
         try:
             since = float(read_text(file))
         except (FileNotFoundError, ValueError):
             since = None
-        if (since is not None) != up:
-            write_atomic(file, str(now) if up else "")
+        if (since is not None) != node.is_up:
+            write_atomic(file, str(now) if node.is_up else "")
         elif since is not None and now - since >= RID_S:
             _lift_quarantine(run, file, client)
 

@@ -181,8 +181,8 @@ def test_the_time_left_shrinks_from_the_limit(client, sbatch):
 
 def test_slurm_tells_where_its_nodes_are(client, slurm):
     """An address of the network that the nodes share, and none for a stranger."""
-    assert client.node_address("node2") == slurm.address(2)
-    assert client.node_address("no-such-node") is None
+    assert client.node("node2").address == slurm.address(2)
+    assert client.node("no-such-node").address is None
 
 
 def test_a_controller_that_is_not_there_is_an_error(slurm, tmp_path):

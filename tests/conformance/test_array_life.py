@@ -218,8 +218,8 @@ def test_unknown_jobs_and_nodes_are_told_apart_from_errors(backend):
         done = backend.run(*argv, check=False)
         assert done.returncode == 1 and "Invalid job id specified" in done.stderr
     assert backend.run("scancel", "999999", check=False).returncode == 0
-    assert client.node_address("no-such-node") is None
-    assert client.node_address("node2") is not None
+    assert client.node("no-such-node").address is None
+    assert client.node("node2").address is not None
     with pytest.raises(SlurmCommandError, match="Invalid job id"):
         client.release("999999_1")
     client.postpone(["999999", "999999_1"], 60)

@@ -44,11 +44,11 @@ def test_the_task_of_a_node_that_dies_is_requeued_elsewhere(backend, tmp_path):
     )
     backend.wait_state(f"{job}_0", "RUNNING")
     eventually(lambda: path.exists() and path.read_text())
-    assert backend.client.is_up("node3")
+    assert backend.client.node("node3").is_up
     backend.cluster.kill_node("node3")
     eventually(lambda: not beats(path))
     eventually(backend.cluster.node_states, lambda states: states["node3"].startswith("down"))
-    assert not backend.client.is_up("node3")
+    assert not backend.client.node("node3").is_up
     back = eventually(lambda: backend.state(f"{job}_0"), lambda s: s.state == "PENDING")
     assert (back.restarts, back.preempted) == (1, False)
     reasons = ["ReqNodeNotAvail, UnavailableNodes:node3"]

@@ -53,7 +53,7 @@ def test_a_command_that_is_not_installed_is_said_so(tmp_path):
 def test_a_node_is_not_unknown_where_nobody_can_be_asked(tmp_path):
     """That no scontrol was found does not mean that the node was not."""
     with pytest.raises(SlurmCommandError, match="not found; is Slurm installed here"):
-        SlurmClient(env={"PATH": str(tmp_path)}).node_address("n5")
+        SlurmClient(env={"PATH": str(tmp_path)}).node("n5")
 
 
 def test_a_command_that_fails_keeps_what_it_said(command):
@@ -488,14 +488,14 @@ def test_a_task_that_runs_can_not_be_given_a_node(command):
 def test_a_node_is_up_by_its_state(command, state, is_up):
     """Not while Slurm does not hear it."""
     command("scontrol", f"echo 'NodeName=n1 State={state} ThreadsPerCore=1'")
-    assert command.client.is_up("n1") is is_up
-    assert command.client.is_off("n1") is (state == "IDLE+POWERED_DOWN")
+    assert command.client.node("n1").is_up is is_up
+    assert command.client.node("n1").is_off is (state == "IDLE+POWERED_DOWN")
 
 
 def test_a_node_that_slurm_does_not_know_is_not_up(command):
     """It was taken out of the cluster."""
     command("scontrol", "echo 'Node n1 not found'; echo 'Node n1 not found' >&2; exit 1")
-    assert not command.client.is_up("n1")
+    assert not command.client.node("n1").is_up
 
 
 def test_records_that_can_not_be_read_are_slurms_failure(command):
@@ -552,19 +552,19 @@ def test_what_a_preemption_is_like_is_asked_at_submission(command, caplog):
 def test_the_address_of_a_node_is_slurms(command):
     """Not its host name, which stands beside it."""
     command("scontrol", "echo '   NodeAddr=fd00::5 NodeHostName=n5 Version=22.05'")
-    assert command.client.node_address("n5") == "fd00::5"
+    assert command.client.node("n5").address == "fd00::5"
     assert command.calls() == ["show node n5"]
 
 
 def test_a_node_without_an_address_has_none(command):
     """Slurm prints what it has not as (null), and says on standard output what it does not know."""
     command("scontrol", "echo 'NodeName=n5 NodeAddr=(null)'")
-    assert command.client.node_address("n5") is None
+    assert command.client.node("n5").address is None
     command("scontrol", "echo 'Node n5 not found'; exit 1")
-    assert command.client.node_address("n5") is None
+    assert command.client.node("n5").address is None
     command("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(SlurmCommandError, match="Unable to contact"):
-        command.client.node_address("n5")
+        command.client.node("n5")
 
 
 def test_each_batch_script_of_the_user_is_listed_once(command):

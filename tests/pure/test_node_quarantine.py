@@ -7,6 +7,7 @@ import pytest
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.slurm import quarantine
+from hpc_elastic.slurm.parsing import NodeStatus
 from hpc_elastic.slurm.quarantine import RID_S
 
 
@@ -36,14 +37,10 @@ class Client:
             self.avoided.remove(host)
         return self.avoided is not None
 
-    def is_up(self, node):
-        """Whether a node answers."""
+    def node(self, node):
+        """Whether a node answers, and whether it has no power."""
         self.asked.append(node)
-        return node not in self.down
-
-    def is_off(self, node):
-        """Whether it has no power."""
-        return node in self.off
+        return NodeStatus(None, node not in self.down, node in self.off, "")
 
 
 @pytest.fixture

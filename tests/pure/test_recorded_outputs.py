@@ -180,14 +180,14 @@ def test_a_test_of_a_submission_tells_when_it_would_start(release, client):
 
 def test_a_node_has_its_address(recorded):
     """And one that is not there has none."""
-    assert parsing.parse_node_address(recorded("scontrol-node")).endswith(".0.12")
-    assert parsing.parse_node_address(recorded("scontrol-no-node")) is None
+    assert parsing.parse_node(recorded("scontrol-node")).address.endswith(".0.12")
+    assert parsing.parse_node(recorded("scontrol-no-node")).address is None
 
 
 def test_a_node_is_up_or_not(recorded):
     """One that takes no more jobs is; one that does not answer is not."""
     is_up = {
-        name: parsing.parse_is_up(recorded(f"scontrol-node{name}"))
+        name: parsing.parse_node(recorded(f"scontrol-node{name}")).is_up
         for name in ("", "-drained", "-down")
     }
     assert is_up == {"": True, "-drained": True, "-down": False}
@@ -271,7 +271,7 @@ def test_more_nodes_or_cpus_than_there_are_are_refused():
 def test_a_node_is_in_service_or_not(recorded):
     """In every release's words: its state, and the reason that somebody gave."""
     told = {
-        name: parsing.parse_out_of_service(recorded(f"scontrol-node{name}"))
+        name: parsing.parse_node(recorded(f"scontrol-node{name}")).out_of_service
         for name in ("", "-drained", "-down")
     }
     assert told[""] == ""

@@ -103,9 +103,8 @@ class TaskState:
         return _PHASE_OF.get(self.state, Phase.COMPLETING)
 
 
-# ---- Reasons for which a task waits, or has ended, and what to do about it
 # Slurm takes tasks that can never start and keeps them pending, unless the site has set
-# EnforcePartLimits. The rows cover the reasons of 22.05 to 26.05 (slurm_job_reason in
+# EnforcePartLimits. The rows of `_REASONS` cover the reasons of 22.05 to 26.05 (slurm_job_reason in
 # job_state_reason.c). Source: https://slurm.schedmd.com/job_reason_codes.html
 
 

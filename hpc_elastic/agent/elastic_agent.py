@@ -53,11 +53,10 @@ from hpc_elastic.agent import hang_watch, preemption, process_cleanup, worker_fa
 from hpc_elastic.agent.log_retention import LogRetention
 from hpc_elastic.agent.metrics import WorkerObserver, apart_workers
 from hpc_elastic.agent.output_times import OutputTimes
-from hpc_elastic.agent.signals import name_of
+from hpc_elastic.agent.signals import STOP, name_of
 from hpc_elastic.agent.stacks import process_state, stacks_file, take_stacks
 from hpc_elastic.agent.warm_workers import WarmWorkerPool, is_training
 from hpc_elastic.agent.worker_channel import WorkerChannel
-from hpc_elastic.agent.worker_main import STOP
 from hpc_elastic.checkpoint.node_memory import AgentFolder
 from hpc_elastic.config.schema import AgentSettings
 from hpc_elastic.data.batch import THROUGHPUTS_VARIABLE
@@ -639,10 +638,9 @@ class ExitWatch:
         )  # fmt: skip
 
 
-# ---- Events of the workers of one node
-# Each agent writes them for its own node: one short append beside the log files that a node opens
-# for each worker and round costs a thousand nodes less than a leader that collects them, and no
-# leader can lose them.
+# Each agent writes the events of its own workers: one short append beside the log files that a node
+# opens for each worker and round costs a thousand nodes less than a leader that collects them, and
+# no leader can lose them.
 def first_step_fields(workers: Sequence[WorkerStatus], started: float) -> dict[str, Any] | None:
     """Return the fields of the event of the first step in a round; None before it (pure).
 

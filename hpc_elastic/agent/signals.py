@@ -1,20 +1,28 @@
-"""The signals that announce that a node will be taken: caught, and not acted on here.
+"""The signals that announce that a node will be taken: caught by its agent, withstood by others.
 
 Every byte of the pipe is one signal. Python writes it from the C handler itself, at once, even
 while the main thread is inside C code (`import torch` takes seconds): nothing else happens in a
 handler. Imports hardly anything, for it comes before everything else: a SIGTERM that is not caught
 ends the task for good.
 
-A worker's data loaders withstand these signals as well, however they are started: torch ends its
-loaders on a SIGTERM whose sender is not the worker. What each of them calls first, a private name,
-is replaced; and so is their main function, by one that a process started by "spawn" or "forkserver"
+A worker stays at work while its node is under notice. Slurm may send the signals to every process
+of a task: with proctrack/linuxproc it does, and so do `scancel --full` and a signal to a process
+group. They are handled by a function of Python: it outlives a call into C++, is not handed on to
+programs that are started (SIG_IGN would be), and a script may set its own.
+
+A worker's data loaders withstand them as well, however they are started: torch ends its loaders on
+a SIGTERM whose sender is not the worker. What each of them calls first, a private name, is
+replaced; and so is their main function, by one that a process started by "spawn" or "forkserver"
 imports from here, and that does the same there (test_worker_signals fails if torch changes them).
 They ignore the worker's SIGTERM as well then, which torch sends to one that has not ended in time;
-`worker_main.end_children` replaces it.
+`end_children` replaces it.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import importlib
 import os
 import signal
 from collections.abc import Callable
@@ -61,6 +69,35 @@ def _restore_defaults() -> None:
     for number in NOTICES:
         if signal.getsignal(number) is do_nothing:
             signal.signal(number, signal.SIG_DFL)
+
+
+STOP = signal.SIGHUP
+"""By this the agent stops workers. Its default ends a process that is stuck in a collective at
+once, and leaves no core file; nothing else sends it to a process without a terminal."""
+
+
+def set_up_worker() -> None:
+    """Withstand the signals of a notice from now on (worker's main thread, at its start)."""
+    importlib.import_module("multiprocessing.util")  # registers at exit what waits for children
+    ignore_notices_here()
+    for number in (STOP, signal.SIGQUIT):  # the parent of the program may ignore them: nohup, `&`
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    atexit.register(end_children)  # the last one registered runs first
+
+
+def end_children() -> None:
+    """Kill what multiprocessing would wait for, having sent a SIGTERM that does nothing.
+
+    torch's handler of SIGCHLD would raise here when the first is dead, and the others would live.
+    """
+    import multiprocessing
+
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            with contextlib.suppress(OSError, ValueError):
+                child.kill()
 
 
 class SignalPipe:

@@ -22,8 +22,6 @@ import importlib.util
 import io
 import itertools
 import json
-import multiprocessing
-import multiprocessing.util
 import os
 import re
 import runpy
@@ -73,7 +71,7 @@ def main(argv: list[str]) -> int:
     # the parent is 1 where a container has no other process
     if not os.getppid() == agent == int(os.environ.get(shared_page.AGENT_VARIABLE, agent)):
         os._exit(1)  # the agent died before the request
-    set_up_signals()
+    signals.set_up_worker()
     if not sys.flags.safe_path:
         del sys.path[0]  # the working directory, by `-m`: it would hide packages of the same name
     run = RunDir(Path(argv[0]))
@@ -438,40 +436,6 @@ def _close_files() -> None:
         with contextlib.suppress(Exception):  # as finalization: a full disk, a closed pipe
             file.close()
     ctypes.CDLL(None).fflush(None)
-
-
-# ---- A worker stays at work while its node is under notice: the signals do nothing to it
-# Slurm may send them to every process of a task: with proctrack/linuxproc it does, and so do
-# `scancel --full` and a signal to a process group. The agent makes a notice of them. They are
-# handled by a function of Python: it outlives a call into C++, is not handed on to programs that
-# are started (SIG_IGN would be), and a script may set its own.
-
-STOP = signal.SIGHUP
-"""By this the agent stops workers. Its default ends a process that is stuck in a collective at
-once, and leaves no core file; nothing else sends it to a process without a terminal."""
-
-
-def set_up_signals() -> None:
-    """Withstand the signals of a notice from now on (worker's main thread, at its start)."""
-    signals.ignore_notices_here()
-    for number in (STOP, signal.SIGQUIT):  # the parent of the program may ignore them: nohup, `&`
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    # The last one registered runs first: before multiprocessing, which waits for its children.
-    assert multiprocessing.util is not None
-    atexit.register(end_children)
-
-
-def end_children() -> None:
-    """Kill what multiprocessing would wait for, having sent a SIGTERM that does nothing.
-
-    torch's handler of SIGCHLD would raise here when the first is dead, and the others would live.
-    """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            with contextlib.suppress(OSError, ValueError):
-                child.kill()
 
 
 def after_import(name: str, then: Callable[[], None]) -> None:

@@ -14,16 +14,15 @@ from torch.utils.data import dataloader
 from torch.utils.data._utils import signal_handling, worker
 
 from ended import is_gone
-from hpc_elastic.agent.worker_main import STOP
+from hpc_elastic.agent.signals import STOP
 
 WORKER = textwrap.dedent(
     """
     import multiprocessing.process, os, signal, subprocess, sys, threading, time
-    from hpc_elastic.agent import worker_main
-    worker_main.set_up_signals()
+    from hpc_elastic.agent import signals
+    signals.set_up_worker()
     import torch
     from torch.utils.data import DataLoader, IterableDataset
-    from hpc_elastic.agent import signals
     signals.keep_loaders()
 
     class Numbers(IterableDataset):
@@ -114,7 +113,7 @@ def test_a_notice_ends_neither_worker_nor_loaders_and_the_agent_ends_both(starte
 SPAWNS = textwrap.dedent(
     """
     import sys, time
-    from hpc_elastic.agent import signals, worker_main
+    from hpc_elastic.agent import signals
     from torch.utils.data import DataLoader, IterableDataset
 
     class Numbers(IterableDataset):
@@ -124,7 +123,7 @@ SPAWNS = textwrap.dedent(
                 yield 1
 
     if __name__ == "__main__":
-        worker_main.set_up_signals()
+        signals.set_up_worker()
         signals.keep_fork_server()
         signals.keep_loaders()
         options = {"multiprocessing_context": sys.argv[1], "prefetch_factor": 2}

@@ -129,12 +129,10 @@ class TaskCounters:
 
 
 class GpuMeter:
-    """The use of a task's GPUs, measured by nvidia-smi; no values without it.
+    """The use of a task's GPUs (`granted_gpus`), by nvidia-smi; no values without it.
 
-    Args:
-        granted: See `hpc_elastic.slurm.environment.granted_gpus`.
-        on_failure: Called with the first reason why they cannot be measured: a GPU that is about to
-            fail makes nvidia-smi hang.
+    ``on_failure`` is called with the first reason why they cannot be measured: a GPU that is about
+    to fail makes nvidia-smi hang.
     """
 
     def __init__(self, granted: Sequence[str], on_failure: Callable[[str], object]) -> None:

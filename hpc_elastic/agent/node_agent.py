@@ -381,17 +381,10 @@ class NodeAgent:
 
 
 def num_workers(wanted: Nproc, cpus: int, *, is_local: bool = False) -> int:
-    """Return how many workers a node runs.
+    """Return how many workers a node runs, by ``nproc_per_node`` and the CPUs of the task there.
 
-    Args:
-        wanted: A number; ``gpu``: one a GPU; ``cpu``: one a CPU; ``auto``: one a GPU, or one
-            where there is none.
-        cpus: The CPUs that Slurm gave the task on this node.
-        is_local: The node is a process of ``launcher=local``.
-
-    Raises:
-        ConfigError: ``gpu`` on a node where torch sees none; or ``auto`` on a node with GPUs, where
-            the task has none.
+    ``is_local``: the node is a process of ``launcher=local``. Raises ConfigError for ``gpu`` where
+    torch sees none, and for ``auto`` on a node with GPUs if the task has none.
     """
     if isinstance(wanted, int):
         return wanted

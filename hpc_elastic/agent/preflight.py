@@ -79,12 +79,9 @@ class Problem:
 
 
 def judge_gpus(granted: Sequence[str], listed: Sequence[Gpu], *, shared: bool) -> Problem | None:
-    """Compare the granted GPUs with those of nvidia-smi.
+    """Compare the granted GPUs with those of nvidia-smi, which may list those of other tasks.
 
-    Args:
-        granted: See `hpc_elastic.slurm.environment.granted_gpus`.
-        listed: The GPUs of nvidia-smi, which may include those of other tasks.
-        shared: Whether others may use the same GPUs.
+    ``shared``: others may use the same GPUs.
     """
     whole = [name for name in granted if not name.startswith("MIG-")]
     if len(listed) < len(whole):
@@ -193,13 +190,8 @@ def check_gpu_arithmetic(
 ) -> Problem | None:
     """Multiply matrices on each GPU in a process of its own.
 
-    Args:
-        granted: The task's GPUs (`granted_gpus`).
-        numa: ``launcher.agent.numa``.
-        cpus: Receives the CPUs near each GPU, if `numa` is given and they are known.
-
-    Raises:
-        OSError: The process cannot be started, which shows nothing about the GPUs.
+    ``cpus`` receives the CPUs near each GPU, if ``numa`` (``launcher.agent.numa``) is given and
+    they are known. An OSError, if the process cannot be started, shows nothing about the GPUs.
     """
     if not granted:
         return None

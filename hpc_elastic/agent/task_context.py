@@ -53,12 +53,8 @@ class Task:
 def find_task(array: Path, slurm: SlurmEnvironment) -> Task:
     """Look up the run and the node of this task.
 
-    Raises:
-        UntrustedRunError: others may write it, so that they would decide what is executed here.
-        RunDirectoryError: the array file or the run directory cannot be read.
-        SlurmEnvironmentError: a variable that the task will need is malformed; it names the
-            variable, its value and what is expected.
-        HpcElasticError: this process is no task of that array.
+    Raises HpcElasticError if this process is no task of that array, others may write it, it or the
+    run cannot be read, or a variable that the task will need is malformed.
     """
     # read once what the agent will read later, far from where an error could be explained
     _ = slurm.task_name, slurm.restart_count, slurm.node_name, slurm.cpus_on_node

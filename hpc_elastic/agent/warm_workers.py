@@ -476,11 +476,7 @@ def start_pool(task: Task) -> WarmWorkerPool:
 def likely_workers(wanted: Nproc, cpus: int, env: Mapping[str, str], num_devices: int) -> int:
     """Estimate the number of workers of a node without torch (pure).
 
-    Args:
-        wanted: ``nproc_per_node``.
-        cpus: The CPUs that Slurm gave the task on this node.
-        env: The task's environment, with the GPUs that Slurm gave it.
-        num_devices: GPUs of the machine.
+    By ``nproc_per_node``, the CPUs and the environment of the task there, and the machine's GPUs.
     """
     if isinstance(wanted, int):
         return wanted

@@ -86,15 +86,15 @@ class TaskQueue(Protocol):
 
 
 def predict_exit_action(
-    task: str, client: TaskQueue, *, attempt: int | None = None, reason: Reason = Reason.SIGNAL
+    task: str, client: TaskQueue, *, attempt: int | None = None
 ) -> ExitAction | None:
-    """Return how this task would exit now, as `requeue_or_exit`, and do nothing.
+    """Return how this task would exit now after SIGTERM, as `requeue_or_exit`, and do nothing.
 
     EXIT: it was cancelled, there is nothing to wait for; STAY: the notice means nothing; others: it
     comes back. None if unknown: Slurm does not answer.
     """
     try:
-        return decide(_facts(task, client, attempt, reason, None))
+        return decide(_facts(task, client, attempt, Reason.SIGNAL, None))
     except _FAILURES as e:
         _log.warning("the meaning of the notice is unknown: %s", e)
         return None
@@ -116,19 +116,11 @@ def requeue_or_exit(
     Slurm has killed the task: one that was preempted it requeues by itself. From here on the
     process ignores SIGTERM (if this is its main thread).
 
-    Args:
-        task: The task this process is: ``<array job id>_<index>``, a job id, or
-            ``<job id>.<node id>``.
-        client: The queue.
-        attempt: The attempt of the task that this process is, None if unknown.
-        reason: Why it exits.
-        run: Its run: whether that has ended, which nodes it avoids, and where another task is
-            submitted in place of one that Slurm will not requeue. None: none of that is done.
-        note: Receives the facts before anything is done.
-
-    Returns:
-        REQUEUE, REQUEUED and REPLACE: the node comes back; EXIT: it does not; STAY: Slurm could
-        not be reached, or the task is only suspended.
+    ``task`` and ``attempt`` (None if unknown) are what this process is. By its ``run`` it is known
+    whether that has ended, which nodes it avoids, and where another task is submitted in place of
+    one that Slurm will not requeue; None: none of that is done. ``note`` receives the facts before
+    anything is done. REQUEUE, REQUEUED and REPLACE: the node comes back; EXIT: it does not; STAY:
+    Slurm could not be reached, or the task is only suspended.
     """
     delay_s = RETURN_DELAY_S
     with _deaf_to_sigterm(for_good=True):

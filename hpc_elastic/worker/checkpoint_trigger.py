@@ -213,10 +213,9 @@ def set_checkpoint_policy(rule: Callable[[int, bool, bool], bool] | None) -> Non
     A replica group of a run with ``ft=true`` saves for all: whether it is this one, and whether all
     its ranks decide the same, is up to its Manager.
 
-    Args:
-        rule: Returns whether to save, from the step, whether a checkpoint is due by the count of
-            steps, and whether one is due by this process's clock. It is asked for each caller, also
-            several times at one step. None: ask the control page again.
+    ``rule`` returns whether to save, from the step, whether a checkpoint is due by the count of
+    steps, and whether one is due by this process's clock. It is asked for each caller, also several
+    times at one step. None: ask the control page again.
     """
     _Own.rule, _Own.clock = rule, Clock(time.monotonic())
 

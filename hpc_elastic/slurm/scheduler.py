@@ -452,39 +452,29 @@ def run_states(spec: RunSpec, listed: Mapping[str, TaskState]) -> dict[str, Task
 
     ``listed`` is by queue name, and may have other runs' tasks.
     """
-    jobs: dict[str, JobNodes] = {}
-    is_one_job = spec.settings.num_coallocated > 0
-    job = run_tasks.jobs_of(spec)[0] if is_one_job else None  # its slots are the first
-    if job is not None:
-        nodes = read_job_nodes(Submission(Path(spec.submission)).array(spec.tasks[0][0]))
-        jobs = {job: nodes} if nodes else {}
-    slots = run_tasks.slots_of(spec)
-    states = states_of(slots, listed, jobs)
-    return {name: replace(state, slot=slots[name]) for name, state in states.items()}
+    given = None
+    if spec.settings.num_coallocated > 0:  # its slots are the first
+        given = read_job_nodes(Submission(Path(spec.submission)).array(spec.tasks[0][0]))
+    return states_of(run_tasks.slots_of(spec), listed, given)
 
 
 def states_of(
-    tasks: Iterable[str],
-    listed: Mapping[str, TaskState],
-    jobs: Mapping[str, JobNodes] | None = None,
+    slots: Mapping[str, int], listed: Mapping[str, TaskState], given: JobNodes | None = None
 ) -> dict[str, TaskState]:
     """Return the listed states of agents' tasks, where a co-allocated job is one line (pure).
 
-    ``jobs`` are the recorded nodes of co-allocated jobs, by job id.
+    ``given`` are the recorded nodes of the run's co-allocated job.
     """
     states: dict[str, TaskState] = {}
-    split: dict[str, Sequence[TaskState]] = {}
-    for task in tasks:
-        job, node = queue_name(task), node_of(task)
-        if job not in listed:
+    nodes: list[TaskState] | None = None
+    for task, slot in slots.items():
+        state, node = listed.get(queue_name(task)), node_of(task)
+        if state is None:
             continue
-        if node is None:
-            states[task] = listed[job]
-            continue
-        if job not in split:
-            split[job] = _by_node(listed[job], (jobs or {}).get(job))
-        nodes = split[job]
-        states[task] = replace(nodes[node] if node < len(nodes) else listed[job], task=task)
+        if node is not None:
+            nodes = _by_node(state, given) if nodes is None else nodes
+            state = nodes[node] if node < len(nodes) else state
+        states[task] = replace(state, task=task, slot=slot)
     return states
 
 

@@ -19,7 +19,7 @@ from hpc_elastic.slurm.scheduler import (
     states_of,
 )
 
-NAMES = ("8.0", "8.1", "8.2", "9_0")
+SLOTS = {"8.0": 0, "8.1": 1, "8.2": 2, "9_0": 3}
 
 
 def job(state: str, node: str = "", restarts: int = 0) -> TaskState:
@@ -29,9 +29,8 @@ def job(state: str, node: str = "", restarts: int = 0) -> TaskState:
 
 def seen(*listed: TaskState, given: JobNodes | None = None) -> dict[str, tuple[str, str]]:
     """State and node of each task."""
-    jobs = {} if given is None else {"8": given}
-    states = states_of(NAMES, {s.task: s for s in listed}, jobs)
-    assert all(state.task == name for name, state in states.items())
+    states = states_of(SLOTS, {s.task: s for s in listed}, given)
+    assert all((state.task, state.slot) == (name, SLOTS[name]) for name, state in states.items())
     return {name: (state.state, state.node) for name, state in states.items()}
 
 

@@ -444,7 +444,7 @@ def next_gap(spec: RunSpec, client: SiteClient | None = None) -> float | None:
         return None
     client = client or SiteClient(env=dict(os.environ))
     partitions = client.all_partitions()
-    jobs = ahead_of(client.queue(), filter(None, run_tasks.jobs_of(spec)))
+    jobs = ahead_of(client.queue(), run_tasks.jobs_of(spec))
     now, starts = time.time(), list[float]()
     for own in fitted:
         chosen = selected(partitions, own.partition)

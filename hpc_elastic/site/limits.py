@@ -176,7 +176,7 @@ class TimeSlots:
     def fit(self) -> bool:
         """Set the limits of the waiting tasks; return whether any task waits."""
         with self._lock:
-            jobs = dict.fromkeys(job for spec, _ in self._shares for job in jobs_of(spec) if job)
+            jobs = dict.fromkeys(job for spec, _ in self._shares for job in jobs_of(spec))
             listed = self._client.tasks(jobs)
             waiting: list[TaskState] = []
             is_watched = False

@@ -93,19 +93,18 @@ def all_jobs(spec: RunSpec) -> dict[TaskPlace, list[str]]:
     }
 
 
-def jobs_of(spec: RunSpec) -> list[str | None]:
-    """Return the job id that each slot of a run has now; None where nothing was submitted."""
-    jobs = all_jobs(spec)
-    return [jobs[place][-1] if jobs[place] else None for place in places(spec)]
+def jobs_of(spec: RunSpec) -> list[str]:
+    """Return the job ids, of arrays and co-allocated jobs, that a run has now."""
+    return list(dict.fromkeys(jobs[-1] for jobs in all_jobs(spec).values() if jobs))
 
 
 def slots_of(spec: RunSpec) -> dict[str, int]:
     """Return the slot of each of the run's tasks that was submitted, replacements included."""
-    rows = zip(places(spec), spec.tasks, jobs_of(spec), strict=True)
+    jobs = all_jobs(spec)
     return {
-        task_name(job, index, coallocated=place.index is None): slot
-        for slot, (place, (_, index), job) in enumerate(rows)
-        if job
+        task_name(jobs[place][-1], index, coallocated=place.index is None): slot
+        for slot, (place, (_, index)) in enumerate(zip(places(spec), spec.tasks, strict=True))
+        if jobs[place]
     }
 
 

@@ -299,8 +299,7 @@ class Scheduler:
 
     def _list_jobs(self) -> dict[str, TaskState]:
         """Return what the queue lists of the run's jobs, by queue name; also of other runs."""
-        jobs = dict.fromkeys(job for job in run_tasks.jobs_of(self._spec) if job)
-        return self._queue.tasks(jobs)
+        return self._queue.tasks(run_tasks.jobs_of(self._spec))
 
     def _with_node(self, state: TaskState) -> TaskState:
         """Return a state; if Slurm holds the task, with the node that could not start it."""

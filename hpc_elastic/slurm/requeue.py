@@ -28,8 +28,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, cast
+from collections.abc import Callable, Iterator
 
 from hpc_elastic.errors import LocalQueueError, RunDirectoryError, SlurmCommandError
 from hpc_elastic.run.directory import RunDir
@@ -38,7 +37,7 @@ from hpc_elastic.slurm import parsing
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.combined_requests import CombinedRequests
 from hpc_elastic.slurm.exit_action import ExitAction, ExitFacts, Reason, decide, row_of
-from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.slurm.local_queue import LocalQueue
 from hpc_elastic.slurm.quarantine import avoided_nodes
 from hpc_elastic.slurm.run_tasks import is_of, limit_of, resubmit
 
@@ -62,27 +61,8 @@ _AGAIN_S = 3.0, 9.0
 _FAILURES = (SlurmCommandError, LocalQueueError)
 
 
-class TaskQueue(Protocol):
-    """Operations of a queue: `SlurmClient`, `LocalQueue` (launcher=local), `CombinedRequests`."""
-
-    def tasks(self, job_ids: Iterable[str]) -> dict[str, TaskState]:
-        """Return the tasks of these jobs by name."""
-
-    def requeue(self, task: str) -> None:
-        """Send a task back to the queue."""
-
-    def postpone(
-        self, tasks: Sequence[str], delay_s: float, *, time_limit_s: float | None = None
-    ) -> None:
-        """Let pending tasks not start before `delay_s` from now, and then run for so long."""
-
-    def exclude(
-        self, tasks: Sequence[str], hosts: Iterable[str], *, but: Iterable[str] = ()
-    ) -> None:
-        """Let pending tasks not start on some nodes, but on others again."""
-
-    def cancel(self, tasks: Sequence[str], *, pending_only: bool = False) -> None:
-        """Cancel tasks; with `pending_only`, those that have no node."""
+TaskQueue = SlurmClient | LocalQueue | CombinedRequests
+"""Where a task requeues itself."""
 
 
 def predict_exit_action(
@@ -235,8 +215,8 @@ def _carry_out(
                 return ExitAction.EXIT
     if how is ExitAction.REPLACE:
         slurm = client.slurm if isinstance(client, CombinedRequests) else client
-        # the local launcher refuses nothing
-        made = None if run is None else resubmit(run, task, cast(SlurmClient, slurm))
+        assert not isinstance(slurm, LocalQueue), "the local launcher refuses nothing"
+        made = None if run is None else resubmit(run, task, slurm)
         return ExitAction.EXIT if made is None else how
     if how in (ExitAction.REQUEUE, ExitAction.REQUEUED):
         try:

@@ -60,7 +60,7 @@ _MOST = 1000
 
 
 class CombinedRequests:
-    """The `requeue.TaskQueue` of a task that is not alone.
+    """What a task that is not alone asks of ``slurm`` together with the others.
 
     If ``attempt``, the number of its requeues, is unknown, its requests are not combined.
     """
@@ -151,16 +151,6 @@ class CombinedRequests:
             with contextlib.suppress(OSError):  # then the others do it themselves
                 content = json.dumps({"delay_s": delay_s, "array": array})
                 write_atomic(self._folder / f"{name}.postponed", content)
-
-    def exclude(
-        self, tasks: Sequence[str], hosts: Iterable[str], *, but: Iterable[str] = ()
-    ) -> None:
-        """Keep tasks that wait away from some nodes, and let them start on others again."""
-        self.slurm.exclude(tasks, hosts, but=but)
-
-    def cancel(self, tasks: Sequence[str], *, pending_only: bool = False) -> None:
-        """Cancel tasks."""
-        self.slurm.cancel(tasks, pending_only=pending_only)
 
     # ---- through the folder -------------------------------------------------------------
 

@@ -194,6 +194,7 @@ def _carry_out(
     note: Callable[[ExitFacts], None] = lambda facts: None,
 ) -> ExitAction:
     """Do what is decided; set the time at which a task that comes back may start."""
+    queue = client.slurm if isinstance(client, CombinedRequests) else client
     facts = _facts(task, client, attempt, reason, run)
     note(facts)
     how = decide(facts)
@@ -211,12 +212,11 @@ def _carry_out(
         else:
             if run is not None and run.is_over:
                 _log.warning("%s: the run was cancelled meanwhile: not requeued", task)
-                client.cancel([task])
+                queue.cancel([task])
                 return ExitAction.EXIT
     if how is ExitAction.REPLACE:
-        slurm = client.slurm if isinstance(client, CombinedRequests) else client
-        assert not isinstance(slurm, LocalQueue), "the local launcher refuses nothing"
-        made = None if run is None else resubmit(run, task, slurm)
+        assert not isinstance(queue, LocalQueue), "the local launcher refuses nothing"
+        made = None if run is None else resubmit(run, task, queue)
         return ExitAction.EXIT if made is None else how
     if how in (ExitAction.REQUEUE, ExitAction.REQUEUED):
         try:
@@ -226,7 +226,7 @@ def _carry_out(
         hosts, over = ([], []) if run is None else avoided_nodes(run, task)
         try:
             if hosts or over:
-                client.exclude([task], hosts, but=over)
+                queue.exclude([task], hosts, but=over)
         except _FAILURES as e:
             _log.warning("%s may start on %s again: %s", task, ", ".join(sorted(hosts)), e)
     return how

@@ -121,6 +121,8 @@ class SignalPipe:
         os.write(self._write, b"\0")
 
 
+_TORCHS = "torch.utils.data._utils"
+"""By name: a login node imports this module, and does without torch."""
 _HANDLERS, _LOOP = "_set_worker_signal_handlers", "_worker_loop"
 _torchs_loop: Callable[..., None] | None = None
 """torch's main function of a loader, once it is replaced in this process or its parent."""
@@ -129,8 +131,7 @@ _torchs_loop: Callable[..., None] | None = None
 def keep_loaders() -> None:
     """Let data loaders withstand the signals (worker, once torch is imported)."""
     global _torchs_loop
-    from torch.utils.data._utils import worker
-
+    worker = importlib.import_module(f"{_TORCHS}.worker")
     _keep_handlers()
     _torchs_loop = getattr(worker, _LOOP)
     setattr(worker, _LOOP, loader_loop)
@@ -145,18 +146,15 @@ def keep_fork_server() -> None:
 
 def loader_loop(*args: Any) -> None:
     """Run the process of a data loader."""
-    from torch.utils.data._utils import worker
-
     loop = _torchs_loop
     if loop is None:  # a program of its own
         _keep_handlers()
-        loop = getattr(worker, _LOOP)
+        loop = getattr(importlib.import_module(f"{_TORCHS}.worker"), _LOOP)
     loop(*args)
 
 
 def _keep_handlers() -> None:
-    from torch.utils.data._utils import signal_handling
-
+    signal_handling = importlib.import_module(f"{_TORCHS}.signal_handling")
     theirs = getattr(signal_handling, _HANDLERS)
 
     def set_handlers() -> None:

@@ -232,7 +232,7 @@ class SlurmClient:
         argv = ["sinfo", "-h", "-e", *where, "-o", parsing.NODE_KINDS_FORMAT]
         return parsing.parse_node_kinds(self._run(argv))
 
-    def node(self, node: str) -> parsing.NodeStatus:
+    def node(self, node: str) -> parsing.NodeRecord:
         """Return the address and the state of a node."""
         argv = ["scontrol", "show", "node", node]
         return parsing.parse_node(self._run_for_known(argv, parsing.is_unknown_node))

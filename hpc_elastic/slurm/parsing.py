@@ -150,7 +150,7 @@ class JobRecord:
 
 
 @dataclass(frozen=True)
-class NodeStatus:
+class NodeRecord:
     """One node, as scontrol shows it; of one that Slurm does not have nothing is known.
 
     Attributes:
@@ -398,7 +398,7 @@ def parse_last_busy(output: str, record: JobRecord) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def parse_node(output: str) -> NodeStatus:
+def parse_node(output: str) -> NodeRecord:
     """Return what ``scontrol show node`` printed of one node.
 
     A drained node is up, and so is one of a state that a later Slurm may add.
@@ -409,7 +409,7 @@ def parse_node(output: str) -> NodeStatus:
     )
     words = set(state.replace("*", "+NOT_RESPONDING").split("+"))
     gets_jobs = words.isdisjoint(_NOT_UP | _NO_NEW_JOBS)
-    return NodeStatus(
+    return NodeRecord(
         None if address == "n/a" or is_nothing(address) else address,
         bool(output) and words.isdisjoint(_NOT_UP),
         "POWERED_DOWN" in words,

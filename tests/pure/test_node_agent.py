@@ -15,7 +15,7 @@ from hpc_elastic.run.events import EventLog, read_events
 from hpc_elastic.slurm.environment import SlurmEnvironment
 from hpc_elastic.slurm.exit_action import ExitAction, ExitFacts, Reason
 from hpc_elastic.slurm.job_state import TaskState
-from hpc_elastic.slurm.parsing import NodeStatus
+from hpc_elastic.slurm.parsing import NodeRecord
 
 
 @pytest.mark.parametrize(
@@ -171,11 +171,11 @@ def test_what_sigterm_meant_is_written_down(tmp_path, monkeypatch, reason, state
     """As Slurm says; where it says nothing of it, or does not answer, nothing is claimed."""
 
     class Client:
-        def node(self, host: str) -> NodeStatus:
+        def node(self, host: str) -> NodeRecord:
             assert host == "n3"
             if node is None:
                 raise SlurmCommandError(["scontrol"], 1, "Unable to contact slurm controller")
-            return NodeStatus(None, True, False, str(node))
+            return NodeRecord(None, True, False, str(node))
 
     def requeue_or_exit(*_: object, note: Callable[[ExitFacts], None], **__: object) -> ExitAction:
         note(ExitFacts(reason, TaskState("7_1", **{"state": "RUNNING", "restarts": 2, **state}), 2))

@@ -7,7 +7,7 @@ import pytest
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.slurm import quarantine
-from hpc_elastic.slurm.parsing import NodeStatus
+from hpc_elastic.slurm.parsing import NodeRecord
 from hpc_elastic.slurm.quarantine import RID_S
 
 
@@ -40,7 +40,7 @@ class Client:
     def node(self, node):
         """Whether a node answers, and whether it has no power."""
         self.asked.append(node)
-        return NodeStatus(None, node not in self.down, node in self.off, "")
+        return NodeRecord(None, node not in self.down, node in self.off, "")
 
 
 @pytest.fixture

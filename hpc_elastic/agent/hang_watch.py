@@ -150,10 +150,8 @@ class HangWatch:
     def _sample_workers(self, pids: Mapping[int, int]) -> list[RankState]:
         """Sample all workers, each on a thread of its own, until done or for `WITHIN_S`."""
         samplers = [StackSampler(pids.get(w.files.local_rank), w) for w in self._workers]
-        since, loads = (
-            time.monotonic(),
-            {pid: stacks.main_thread_load_s(pid) for pid in pids.values()},
-        )
+        since = time.monotonic()
+        loads = {pid: stacks.main_thread_load_s(pid) for pid in pids.values()}
         deadline = since + WITHIN_S
         threads = [
             threading.Thread(target=sampler.sample, args=(deadline,), name="stack", daemon=True)
@@ -437,7 +435,7 @@ def parse_main_thread(text: str) -> tuple[Frame, ...]:
             at = int(number) if number.isdigit() else 0
             function = found["name"].rpartition(".")[2]  # py-spy: decorate.<locals>.wrapper
             threads[-1][1].append(Frame(found["file"], at, function))
-    named = [frames for head, frames in threads if '"MainThread"' in head or "MainThread" in head]
+    named = [frames for head, frames in threads if "MainThread" in head]
     cut = any(line.startswith("...") for line in text.splitlines())
     current = [frames for head, frames in threads if head.startswith("Current")]
     last = [frames for _, frames in threads[-1:]]

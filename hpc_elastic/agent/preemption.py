@@ -213,7 +213,6 @@ class DrainController:
         self._notices = notices
         self._pages = pages
         self._why_leave = why_leave
-        self._published: float | None = None
         self._leaves = False
 
     def poll(self, now: float) -> None:
@@ -230,10 +229,8 @@ class DrainController:
         notice = self._notices.current
         if notice is None or self._leaves:
             return
-        if notice.by != self._published:
-            self._published = notice.by
-            for page in self._pages:
-                page.set_deadline(notice.by)
+        for page in self._pages:
+            page.set_deadline(notice.by)
         why = self._why_leave(notice, workers, now)
         if why is not None:
             _log.warning("this node is left now: %s", why)

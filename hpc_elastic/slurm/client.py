@@ -167,10 +167,8 @@ class SlurmClient:
 
         The task is FAILED then. A signal to the whole task would cancel it (22.05).
         """
-        listed = map(
-            str.strip, self._run(["squeue", "-h", "-s", "-j", task, "-o", "%i"]).splitlines()
-        )
-        steps = [step for step in listed if re.fullmatch(r"\d[\d_+]*\.\d+", step)]
+        listed = self._run(["squeue", "-h", "-s", "-j", task, "-o", "%i"])
+        steps = re.findall(r"^\s*(\d[\d_+]*\.\d+)\s*$", listed, re.MULTILINE)
         if steps:
             self._run(["scancel", "--signal=KILL", *steps])
 
@@ -346,10 +344,8 @@ class SlurmClient:
     def excluded(self, task: str) -> tuple[str, ...] | None:
         """Return the nodes that a pending task avoids; None if it does not wait."""
         name = queue_name(task)
-        for record in self._records(name):
-            if name in record.tasks and record.may_wait:
-                return record.excluded
-        return None
+        records = (r for r in self._records(name) if name in r.tasks and r.may_wait)
+        return next((record.excluded for record in records), None)
 
     def readmit(self, task: str, host: str) -> bool:
         """Let a pending task start on a node that it avoids; return False if it does not wait.

@@ -185,6 +185,7 @@ class PreemptionState:
         found = {"signal": notice.signal, "given_s": notice.given_s}
         fields = {name: value for name, value in found.items() if value is not None}
         left_s = round(notice.by - time.monotonic(), 1)
+        _log.info("this node must be left within %.0f s: %s", left_s, notice.reason.value)
         self._events.write("preemption_notice", reason=notice.reason.value, left_s=left_s, **fields)
 
     def connect(self, leader: Session) -> None:

@@ -13,14 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import configure_log, env_override, setup_globals
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from hpc_elastic.config.frozen import (
-    FROZEN_FILE,
-    Call,
-    Frozen,
-    answer_calls,
-    decode,
-    whole_config,
-)
+from hpc_elastic.config import frozen
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import read_json
 
@@ -63,16 +56,16 @@ def hydra_job(run: RunDir) -> Iterator[DictConfig]:
     if it is not and the script asks for the behaviour of Hydra before 1.2 (``version_base``).
     """
     setup_globals()
-    record: dict[str, Any] = read_json(run.hydra / FROZEN_FILE) or _EARLIER
+    record: dict[str, Any] = read_json(run.hydra / frozen.FROZEN_FILE) or _EARLIER
     config, hydra = (
         OmegaConf.to_container(OmegaConf.load(run.hydra / name))
         for name in ("config.yaml", "hydra.yaml")
     )
-    frozen = Frozen(config, record["config"])
-    task = decode(frozen)
-    whole = whole_config(frozen, Frozen(cast(Any, hydra)["hydra"], record["hydra"]))
-    calls = [Call(**{**call, "args": tuple(call["args"])}) for call in record["calls"]]
-    with answer_calls(calls, [task, whole]):
+    own = frozen.Frozen(config, record["config"])
+    task = frozen.decode(own)
+    whole = frozen.whole_config(own, frozen.Frozen(cast(Any, hydra)["hydra"], record["hydra"]))
+    calls = [frozen.Call(**{**call, "args": tuple(call["args"])}) for call in record["calls"]]
+    with frozen.answer_calls(calls, [task, whole]):
         HydraConfig.instance().set_config(whole)
         GlobalHydra.instance().hydra = cast(Any, _Composer(whole))
         job = whole.hydra.job

@@ -28,17 +28,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_elastic import _util
+from hpc_elastic import _util, gpus
 from hpc_elastic.agent.task_context import Task
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.gpus import (
-    NOT_MEASURED,
-    SMI_TIMEOUT_S,
-    Gpu,
-    has_nvidia_smi,
-    list_gpus,
-    query_gpus,
-)
 from hpc_elastic.rendezvous.failure_policy import LONGEST_EXCLUDED_S
 from hpc_elastic.slurm.environment import granted_gpus
 from hpc_elastic.slurm.quarantine import excluded
@@ -78,7 +70,9 @@ class Problem:
     is_nodes: bool = True
 
 
-def judge_gpus(granted: Sequence[str], listed: Sequence[Gpu], *, shared: bool) -> Problem | None:
+def judge_gpus(
+    granted: Sequence[str], listed: Sequence[gpus.Gpu], *, shared: bool
+) -> Problem | None:
     """Compare the granted GPUs with those of nvidia-smi, which may list those of other tasks.
 
     ``shared``: others may use the same GPUs.
@@ -141,12 +135,12 @@ def check_clock(folder: Path) -> Problem | None:
 
 def check_gpus(granted: Sequence[str], *, shared: bool) -> Problem | None:
     """Check the GPUs by nvidia-smi; None without it."""
-    if not granted or not has_nvidia_smi():
+    if not granted or not gpus.has_nvidia_smi():
         return None
     try:
-        return judge_gpus(granted, list_gpus(), shared=shared)
+        return judge_gpus(granted, gpus.list_gpus(), shared=shared)
     except subprocess.TimeoutExpired:
-        reason = f"nvidia-smi does not answer for {SMI_TIMEOUT_S:.0f} s"
+        reason = f"nvidia-smi does not answer for {gpus.SMI_TIMEOUT_S:.0f} s"
     except (OSError, ValueError) as e:
         reason = f"nvidia-smi reports: {e}"
     return Problem("gpus", reason)
@@ -157,9 +151,9 @@ def check_gpu_health(granted: Sequence[str]) -> Problem | None:
 
     Source: nvidia-smi(1), and ``nvidia-smi --help-query-gpu``, ``--help-query-remapped-rows``.
     """
-    if not granted or not has_nvidia_smi():
+    if not granted or not gpus.has_nvidia_smi():
         return None
-    gpus: dict[str, dict[str, str]] = {}
+    shown: dict[str, dict[str, str]] = {}
     of_rows = [name for name in _SIGNS if name.startswith("remapped_rows.")]
     for query, uuid, names in (
         ("gpu", "uuid", ["index", *(name for name in _SIGNS if name not in of_rows), _WIDEST]),
@@ -167,20 +161,20 @@ def check_gpu_health(granted: Sequence[str]) -> Problem | None:
     ):
         fields = [uuid, *names]
         try:
-            rows = query_gpus(query, fields)
+            rows = gpus.query_gpus(query, fields)
         except subprocess.TimeoutExpired:
             return None  # `check_gpus` meets that as well
         except ValueError:
             continue
         for values in rows:
             if len(values) == len(fields):
-                gpus.setdefault(values[0], {}).update(zip(fields, values, strict=True))
+                shown.setdefault(values[0], {}).update(zip(fields, values, strict=True))
     signs = []
-    for uuid, gpu in gpus.items():
+    for uuid, gpu in shown.items():
         if not {"?", uuid, gpu.get("index")} & {*granted}:
             continue
         for name, (well, sign) in _SIGNS.items():
-            if name in gpu and gpu[name] not in (*(well or (gpu[_WIDEST],)), *NOT_MEASURED):
+            if name in gpu and gpu[name] not in (*(well or (gpu[_WIDEST],)), *gpus.NOT_MEASURED):
                 signs.append(f"GPU {gpu.get('index', uuid)}: {sign} ({gpu[name]})")
     return Problem("gpus", "; ".join(signs), is_nodes=False) if signs else None
 
@@ -242,7 +236,7 @@ class Preflight:
                 (lambda: check_gpu_health(granted),),
             )
         ]
-        self._wait_s = _WAIT_S + (SMI_TIMEOUT_S + _GPU_CHECK_S if granted else 0.0)
+        self._wait_s = _WAIT_S + (gpus.SMI_TIMEOUT_S + _GPU_CHECK_S if granted else 0.0)
         for thread in self._threads:
             thread.start()
 

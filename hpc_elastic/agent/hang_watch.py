@@ -34,11 +34,7 @@ from pathlib import Path
 from hpc_elastic.agent import stacks
 from hpc_elastic.agent.worker_failures import WorkerFiles
 from hpc_elastic.config.schema import AgentSettings
-from hpc_elastic.rendezvous.hang_diagnosis import (
-    diagnose_hang,
-    hang_failures,
-    hang_note,
-)
+from hpc_elastic.rendezvous import hang_diagnosis
 from hpc_elastic.rendezvous.log_entry import Agent
 from hpc_elastic.rendezvous.messages import Failed, RankState, Stacks, Stall
 from hpc_elastic.rendezvous.session import Session
@@ -141,11 +137,13 @@ class HangWatch:
         stall: Stall,
     ) -> None:
         found = [(me, state) for state in self._sample_workers(pids)]
-        finding = diagnose_hang(found, stall)
+        finding = hang_diagnosis.diagnose_hang(found, stall)
         if finding is not None:
-            note, round_ = hang_note(finding, stall.stalled_s), self._workers[0].files.round
+            note = hang_diagnosis.hang_note(finding, stall.stalled_s)
             write(note.kind, **note.fields)
-            self._leader.report(Failed(hang_failures(finding, stall.stalled_s, round_)))
+            round_ = self._workers[0].files.round
+            failures = hang_diagnosis.hang_failures(finding, stall.stalled_s, round_)
+            self._leader.report(Failed(failures))
 
     def _sample_workers(self, pids: Mapping[int, int]) -> list[RankState]:
         """Sample all workers, each on a thread of its own, until done or for `WITHIN_S`."""

@@ -19,21 +19,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from hpc_elastic import shared_files
 from hpc_elastic.config.parse import restored, restored_settings, time_limit_s
 from hpc_elastic.config.schema import Backend, PoolSettings, RunSettings
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.run.task_name import task_name
-from hpc_elastic.shared_files import (
-    LATEST_TIME,
-    create_atomic,
-    is_there,
-    make_folder,
-    names_in,
-    parse_json,
-    read_json,
-    read_text,
-    write_atomic,
-)
 
 SUBMISSION = ".hpc_elastic"
 AGENT_LOG = "agent.log"
@@ -306,11 +296,11 @@ class RunDir:
     def cancellation(self) -> Cancellation | None:
         """Return who cancelled the run; None if it was not cancelled."""
         try:
-            if not is_there(self.cancelled):
+            if not shared_files.is_there(self.cancelled):
                 return None
-            raw = read_json(self.cancelled) or {}
+            raw = shared_files.read_json(self.cancelled) or {}
             at = float(raw["time"])
-            known = at if 0.0 <= at <= LATEST_TIME else 0.0
+            known = at if 0.0 <= at <= shared_files.LATEST_TIME else 0.0
             return Cancellation(str(raw["user"]), str(raw["host"]), known)
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
             return Cancellation()  # cut off by a full disk: the run was cancelled all the same
@@ -322,7 +312,7 @@ class RunDir:
         The folder is opened again, so that a client of NFS queries the server.
         """
         ends = (self.result.name, self.cancelled.name)
-        return not names_in(self.path).isdisjoint(ends)
+        return not shared_files.names_in(self.path).isdisjoint(ends)
 
     def attempt(self, task: str, attempt: int) -> Path:
         """Return the log folder of one attempt of one task."""
@@ -339,9 +329,10 @@ class RunDir:
     def load(self) -> RunSpec:
         """Return the frozen description; RunDirectoryError if missing, or of a newer version."""
         try:
-            raw = parse_json(read_text(self.spec), "the run description")
+            raw = shared_files.parse_json(shared_files.read_text(self.spec), "the run description")
             is_of_0_2 = isinstance(raw, dict) and "version" not in raw
-            return RunSpec.from_json(raw, read_json(self.settings) if is_of_0_2 else None)
+            settings = shared_files.read_json(self.settings) if is_of_0_2 else None
+            return RunSpec.from_json(raw, settings)
         except (FileNotFoundError, NotADirectoryError) as e:
             remedy = "give one that has a run.json, or an id of `hpc-elastic list`"
             raise RunDirectoryError(f"{self.path} is not a run directory: {remedy}") from e
@@ -355,11 +346,11 @@ class RunDir:
     def create(self, spec: RunSpec) -> None:
         """Make the directory, its description and a secret; RunDirectoryError if it holds a run."""
         for folder in (self.path, self.rdzv, self.results, self.notices, self.event_logs):
-            make_folder(folder, parents=True)
-        if not create_atomic(self.spec, spec.to_json(), mode=0o600):
+            shared_files.make_folder(folder, parents=True)
+        if not shared_files.create_atomic(self.spec, spec.to_json(), mode=0o600):
             raise self.taken_error()
-        make_folder(self.first_term)
-        write_atomic(self.secret, secrets.token_hex(32), mode=0o600)
+        shared_files.make_folder(self.first_term)
+        shared_files.write_atomic(self.secret, secrets.token_hex(32), mode=0o600)
 
     def taken_error(self) -> RunDirectoryError:
         """Return the error for a directory that holds a run already."""
@@ -409,7 +400,7 @@ class ArrayFiles:
 
     def run_dirs(self) -> list[Path]:
         """Return each task's run directory; RunDirectoryError if the file is missing or damaged."""
-        found = read_json(self.tasks)
+        found = shared_files.read_json(self.tasks)
         if found is None:
             raise RunDirectoryError(f"{self.tasks.parent} has no {self.tasks.name}")
         try:
@@ -421,13 +412,13 @@ class ArrayFiles:
     def job_id(self) -> str | None:
         """Return the job id; None before the submission."""
         try:
-            return read_text(self.job_id_file, errors="replace").strip()
+            return shared_files.read_text(self.job_id_file, errors="replace").strip()
         except FileNotFoundError:
             return None
 
     def submitted_as(self, job_id: str) -> None:
         """Record the job id (submission; a task whose script was submitted by hand)."""
-        write_atomic(self.job_id_file, job_id + "\n")
+        shared_files.write_atomic(self.job_id_file, job_id + "\n")
 
     def withdraw(self) -> None:
         """Remove what was written for an array that was never submitted.

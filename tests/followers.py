@@ -16,7 +16,7 @@ from hpc_elastic.rendezvous.effects import (
 from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry
-from hpc_elastic.rendezvous.messages import Join, RoundInfo, RoundPlace
+from hpc_elastic.rendezvous.messages import Join, RoundInfo
 
 M = TypeVar("M")
 LIVENESS = HeartbeatConfig(heartbeat_interval_s=0.5, heartbeat_timeout_s=3.0)
@@ -45,9 +45,9 @@ def following(me: Agent = B, now: float = 0.0, entry: LogEntry = ENTRY) -> Follo
     return f
 
 
-def place(request: int, index: int, number: int = 2) -> RoundPlace:
+def place(request: int, index: int, number: int = 2) -> RoundInfo:
     """The answer to a request: a place in the round of an entry."""
-    return RoundPlace(request, RoundInfo(number, index, 0, 0, 1, 0, 1))
+    return RoundInfo(request, number, index, 0, 0, 1, 0, 1)
 
 
 def request_of(effects: list[Effect]) -> int:

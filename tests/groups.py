@@ -21,10 +21,11 @@ from hpc_elastic.rendezvous.log_entry import (
     RoundRules,
     RunEnding,
 )
-from hpc_elastic.rendezvous.messages import CheckpointRequested, End, Requeue, Stop, pack
+from hpc_elastic.rendezvous.messages import CheckpointRequested, End, Requeue, Stop
 from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.step_agreement import StepVote
+from hpc_elastic.transport.messages import pack
 from hpc_elastic.worker.shared_page import CheckpointRequest
 
 A, B, C, D = (Agent(f"7_{slot}", 0, slot, f"node{slot + 1}", 1) for slot in range(4))

@@ -30,14 +30,13 @@ from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
 from hpc_elastic.rendezvous.messages import (
     TO_AGENT,
     Heartbeat,
-    RoundPlace,
+    RoundInfo,
     RunMessage,
     Stop,
-    pack,
-    unpack,
 )
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.transport.connection import ClientConnection, connect
+from hpc_elastic.transport.messages import pack, unpack
 from rendezvous_scale.leading import SECRET, heartbeat, member
 from rendezvous_scale.process import allow_files
 
@@ -112,8 +111,8 @@ class LightAgent:
                     raise AssertionError("an agent takes the leader for dead")
 
     def _hear(self, message: RunMessage) -> None:
-        if isinstance(message, RoundPlace):
-            self.rank = message.place.group_rank
+        if isinstance(message, RoundInfo):
+            self.rank = message.group_rank
             self.group.waiting.discard(self)
             self.group.check()
         elif isinstance(message, Stop):  # its workers, if it had any, would be stopped now

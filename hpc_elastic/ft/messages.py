@@ -49,10 +49,13 @@ This module needs only the standard library: a manager server process starts wit
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 from hpc_elastic.errors import ConfigError
+from hpc_elastic.transport import messages
+from hpc_elastic.transport.messages import Json, json_form, pack, read_fields, table_of
 
 TERM_SHIFT = 20
 NO_QUORUM = -1
@@ -67,11 +70,9 @@ LIGHTHOUSE_SESSION = 0
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 20
 
-Json = dict[str, Any]
 
-
-class Message:
-    """Base of the messages; the name of a class is the ``type`` of its JSON object."""
+class Message(messages.Message):
+    """Base of the messages of this module."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,14 @@ class HealSource:
     metadata: str
 
 
+def _read_sources(raw: Any, now: float) -> tuple[HealSource, ...]:
+    return tuple(read_fields(HealSource, source) for source in raw)
+
+
+def _write_sources(sources: Iterable[HealSource], now: float) -> list[Json]:
+    return [vars(source) for source in sources]
+
+
 @dataclass(frozen=True)
 class QuorumResult(Message):
     """Down, in answer to `QuorumRequest`: one worker's place in a new quorum.
@@ -233,7 +242,9 @@ class QuorumResult(Message):
     state_version: str
     cohort_rank: int | None
     cohort_size: int
-    sources: tuple[HealSource, ...] = ()
+    sources: tuple[HealSource, ...] = field(
+        default=(), metadata=json_form(_read_sources, _write_sources)
+    )
     first_source_of: tuple[int, ...] = ()
     source_of: tuple[int, ...] = ()
     next_store: str = ""
@@ -245,11 +256,26 @@ class QuorumResult(Message):
         return self.cohort_rank is None
 
 
+def _read_ranks(raw: Any, now: float) -> tuple[QuorumResult, ...]:
+    return tuple(read_fields(QuorumResult, {**raw[0], **rank}) for rank in raw)
+
+
+def _write_ranks(ranks: Iterable[QuorumResult], now: float) -> list[Json]:
+    """Write the first rank in whole, and of each other one what differs, which is little."""
+    plain = [{**vars(rank), "sources": _write_sources(rank.sources, now)} for rank in ranks]
+    return plain[:1] + [
+        {name: value for name, value in rank.items() if value != plain[0][name]}
+        for rank in plain[1:]
+    ]
+
+
 @dataclass(frozen=True)
 class QuorumResults(Message):
     """Down: the results of a group's workers, by group rank, for the request of this number."""
 
-    ranks: tuple[QuorumResult, ...] = ()
+    ranks: tuple[QuorumResult, ...] = field(
+        default=(), metadata=json_form(_read_ranks, _write_ranks)
+    )
     number: int = 0
 
 
@@ -357,65 +383,15 @@ class ReplicaStatus(Message):
     is_aborted: bool
 
 
-_TYPES: dict[str, Any] = {t.__name__: t for t in Message.__subclasses__()}
-_NESTED: dict[Any, dict[str, Any]] = {
-    QuorumResult: {"sources": HealSource},
-    QuorumResults: {"ranks": QuorumResult},
-}
-_FIELDS = {t: {f.name for f in fields(t)} for t in (*_TYPES.values(), HealSource)}
-
-M = TypeVar("M")
-
-
-def pack(message: Message) -> Json:
-    """Return a message as a JSON object."""
-    return {"type": type(message).__name__, **_plain(message)}
-
-
-def _plain(item: Any) -> Json:
-    """Return the fields; `dataclasses.asdict` copies deeply and takes longer than a signature."""
-    plain = dict(vars(item))
-    for name in _NESTED.get(type(item), ()):
-        plain[name] = [_plain(part) for part in plain[name]]
-    if type(item) is QuorumResults:  # the ranks of a group differ in little
-        first, *others = plain["ranks"] or [{}]
-        plain["ranks"][1:] = [
-            {name: value for name, value in of.items() if value != first[name]} for of in others
-        ]
-    return plain
+_TYPES = table_of(*Message.__subclasses__())
 
 
 def unpack(raw: Json) -> Message:
     """Return the message in a JSON object; raise ValueError if it is none of this module's."""
-    type_ = _TYPES.get(str(raw.get("type")))
-    if type_ is None:
+    message = messages.unpack(raw, _TYPES)
+    if message is None:
         raise ValueError(f"unknown message type {raw.get('type')!r}")
-    try:
-        message: Message = _build(type_, raw)
-    except (TypeError, KeyError) as e:
-        raise ValueError(f"malformed message {raw['type']!r}: {e}") from e
     return message
-
-
-def _build(type_: type[M], raw: Json) -> M:
-    return type_(**_read_fields(type_, raw))
-
-
-def _read_fields(type_: type[Any], raw: Json) -> Json:
-    known, nested = _FIELDS[type_], _NESTED.get(type_, {})
-    given = {}
-    for name, value in raw.items():
-        if name not in known:
-            continue
-        if isinstance(value, (list, tuple)):
-            part = nested.get(name)
-            if part is QuorumResult and value:
-                first = _read_fields(part, value[0])
-                value = tuple(part(**{**first, **_read_fields(part, of)}) for of in value)
-            else:
-                value = tuple(_build(part, p) for p in value) if part else tuple(value)
-        given[name] = value
-    return given
 
 
 def to_frame(message: Message) -> Json:

@@ -13,9 +13,10 @@ from itertools import accumulate
 
 from hpc_elastic.data.batch import encode_throughputs
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
-from hpc_elastic.rendezvous.messages import Join, Json, Probe, RoundInfo, RunMessage
+from hpc_elastic.rendezvous.messages import Join, Probe, RoundInfo, RunMessage
 from hpc_elastic.site import QueueQuestion
 from hpc_elastic.slurm import nodelist
+from hpc_elastic.transport.messages import Json
 
 # ---- messages and connections
 
@@ -268,6 +269,6 @@ def places(
         workers = nodelist.repeat_counts(m.nproc for m in members)
         for rank, (agent, first_rank) in enumerate(zip(members, first_ranks, strict=True)):
             yield agent, RoundInfo(
-                entry.round, entry.index, entry.restarts, rank, len(members), first_rank,
-                world_size, store, replica, throughputs, hosts, workers,
+                requests[agent].request, entry.round, entry.index, entry.restarts, rank,
+                len(members), first_rank, world_size, store, replica, throughputs, hosts, workers,
             )  # fmt: skip

@@ -287,11 +287,9 @@ class FollowerState:
         self._last_message = now
         self._record_answer(now)
         match message:
-            case messages.RoundPlace(request, place) if (
-                self.joining and request == self._num_requests
-            ):
+            case messages.RoundInfo(request) if self.joining and request == self._num_requests:
                 self.joining, self._in_round = False, True
-                self._place, self._final_report = place, None
+                self._place, self._final_report = message, None
                 return [Deliver(message)]
             case messages.Stop() if not self.joining:
                 return [Deliver(message), *self._on_round_stopped()]

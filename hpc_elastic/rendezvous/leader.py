@@ -56,6 +56,7 @@ from hpc_elastic.transport.connection import (
     Listener,
     ServerConnection,
 )
+from hpc_elastic.transport.messages import pack, unpack
 
 _log = logging.getLogger(__name__)
 
@@ -219,7 +220,7 @@ class Leader:
         agent = self._names[connection]
         if self._agents.get(agent) is not connection:
             return  # the agent has another connection by now
-        unpacked = messages.unpack(message, messages.TO_LEADER, time.time())
+        unpacked = unpack(message, messages.TO_LEADER, time.time())
         if unpacked is not None:
             with self._fail_on_error():
                 self._term.handle(self._state.received, agent, unpacked, time.monotonic())
@@ -237,7 +238,7 @@ class Leader:
                 self._term.handle(self._state.disconnected, agent, why, now)
 
     def _send(self, agents: Iterable[Agent], message: messages.RunMessage) -> None:
-        packed = messages.pack(message, time.time())
+        packed = pack(message, time.time())
         for agent in agents:
             if agent in self._agents and not self._term.is_over:
                 self._agents[agent].send(packed)
@@ -264,7 +265,7 @@ class Leader:
                 self._start(self._append(effect), self._duties)
             case Announce():
                 for agent, place in places(effect, self._store or ("", 0)):
-                    self._send((agent,), messages.RoundPlace(effect.requests[agent].request, place))
+                    self._send((agent,), place)
                 self._term.show(time.time())
             case QueryTasks():
                 self._start(self._query_tasks(), self._duties)

@@ -74,6 +74,7 @@ from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.run.task_name import queue_name
 from hpc_elastic.site import QueueAdvice, QueueQuestion
 from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.transport.messages import Json
 
 DRAIN_LEFT_S = 7 * 24 * 3600.0
 """A drained node may be used to the end of its job; it is left at the next checkpoint."""
@@ -114,7 +115,7 @@ class LeaderState:
         self.fenced = False
         self._attempts = claim.attempts
         """Task -> its newest attempt: an older one has no part in the run."""
-        self.progress: dict[Agent, messages.Json] = {}
+        self.progress: dict[Agent, Json] = {}
         self.versions: dict[str, str] = {}
         """Of Python and packages on the node of each task."""
         self.last_step: int | None = None
@@ -347,7 +348,7 @@ class LeaderState:
                 return self._hangs.received(self.rounds, agent, message, now)
         return self.rounds.received(agent, message, now)
 
-    def _learn(self, agent: Agent, progress: messages.Json, now: float) -> list[Effect]:
+    def _learn(self, agent: Agent, progress: Json, now: float) -> list[Effect]:
         self.progress[agent] = progress
         self.last_step = progress.get("step", self.last_step)
         self.rounds.progressed(agent, progress, now)

@@ -1,52 +1,40 @@
-"""The messages between the agents of a run and its leader, and their JSON form (pure).
+"""The messages between the agents of a run and its leader (pure).
 
-A message is a frame of an authenticated connection (`transport.connection`): a JSON object with the
-``type`` that `TO_LEADER` or `TO_AGENT` names, and the fields of its class. A type or a field of
-another version is ignored; a message without one of its fields is malformed. Clocks of nodes may
-differ, so a time in a failure or in the state of a rank is sent as its age, ``age_s``.
+A message is a frame of an authenticated connection (`transport.connection`), a JSON object as
+`transport.messages` describes it. Clocks of nodes may differ, so a time in a failure or in the
+state of a rank is sent as its age, ``age_s``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from hpc_elastic.ft import messages as ft_messages
 from hpc_elastic.rendezvous.log_entry import Failure, RunEnding, of_known
 from hpc_elastic.slurm.exit_action import Reason
 from hpc_elastic.step_agreement import StepVote
+from hpc_elastic.transport.messages import LEFT_OUT, Json, Message, json_form, pack, table_of
 from hpc_elastic.worker.shared_page import CheckpointRequest
 
-Json = dict[str, Any]
 Address = tuple[str, int]
 """Of a port: an IP address, and the number."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class RunMessage:
-    """A message; see `pack` and `unpack`."""
+class RunMessage(Message):
+    """A message of this protocol, or one within an agent."""
 
 
-def _part(
-    read: Callable[[Any, float], Any], write: Callable[[Any, float], Any] | None = None
-) -> dict[str, Any]:
-    """Return the metadata of a field with another JSON form; both are given the Unix time."""
-    return {"read": read, "write": write}
-
-
-_LEFT_OUT: dict[str, Any] = {"is_left_out": True}
-"""Metadata of a field that is not sent where it has its default."""
-
-
-def _address(raw: Any) -> Address:
+def _address(raw: Any, now: float) -> Address:
     address, port = raw
     return str(address), int(port)
 
 
 def _addresses(raw: Any, now: float) -> tuple[Address, ...]:
-    return tuple(map(_address, raw))
+    return tuple(_address(port, now) for port in raw)
 
 
 def _ages(items: Iterable[Any], now: float) -> list[Json]:
@@ -63,7 +51,7 @@ def _of_ages(kind: type[T]) -> Callable[[Any, float], tuple[T, ...]]:
     return read
 
 
-# ---- the state in which ranks are found, and a place in a round
+# ---- the state in which ranks are found
 
 
 @dataclass(frozen=True)
@@ -110,51 +98,22 @@ class RankState:
         return at
 
 
-@dataclass(frozen=True)
-class RoundInfo:
-    """One member's place in a closed round, as it is sent: of the same size in any group."""
-
-    number: int
-    index: int
-    """The index of the entry that closed it: the group's fencing token."""
-    restarts: int
-    group_rank: int
-    group_size: int
-    """Nodes in the group."""
-    first_rank: int
-    """Global rank of this node's first worker."""
-    world_size: int
-    """Workers in the group."""
-    store: Address = ("", 0)
-    """Address and port of the store of the group."""
-    replica: int = 0
-    """Number of the replica that the group is, below the most that the run may have."""
-    throughputs: str = ""
-    """Of the workers, if they differ (`data.batch.encode_throughputs`): one part for each pool."""
-    hosts: str = ""
-    """The nodes by group rank, as Slurm's node list."""
-    workers: str = ""
-    """The number of workers on each, as in SLURM_TASKS_PER_NODE."""
-
-
 # ---- in both directions
 
 
 @dataclass(frozen=True)
-class Heartbeat(RunMessage):
+class Heartbeat(RunMessage, type_name="heartbeat"):
     """The sender is alive; an agent adds the progress of its workers."""
 
-    progress: Json | None = field(default=None, metadata=_LEFT_OUT)
+    progress: Json | None = field(default=None, metadata=LEFT_OUT)
 
 
 @dataclass(frozen=True)
-class QuorumMessage(RunMessage):
+class QuorumMessage(RunMessage, type_name="ft"):
     """A message between a replica and the lighthouse (`hpc_elastic.ft.messages`)."""
 
     message: ft_messages.Message = field(
-        metadata=_part(
-            lambda raw, now: ft_messages.unpack(raw), lambda message, now: ft_messages.pack(message)
-        )
+        metadata=json_form(lambda raw, now: ft_messages.unpack(raw), pack)
     )
 
 
@@ -162,7 +121,7 @@ class QuorumMessage(RunMessage):
 
 
 @dataclass(frozen=True)
-class Join(RunMessage):
+class Join(RunMessage, type_name="join"):
     """A request for a place in the next round.
 
     Attributes:
@@ -174,32 +133,32 @@ class Join(RunMessage):
     """
 
     request: int
-    store: Address = field(default=("", 0), metadata=_part(lambda raw, now: _address(raw)))
+    store: Address = field(default=("", 0), metadata=json_form(_address))
     waited_s: float = 0.0
-    probes: Sequence[Address] = field(default=(), metadata=_LEFT_OUT | _part(_addresses))
-    versions: str = field(default="", metadata=_LEFT_OUT)
+    probes: Sequence[Address] = field(default=(), metadata=LEFT_OUT | json_form(_addresses))
+    versions: str = field(default="", metadata=LEFT_OUT)
 
 
 @dataclass(frozen=True)
-class Reattach(RunMessage):
+class Reattach(RunMessage, type_name="reattach"):
     """Its workers go on in the replica that an earlier leader's entry ``index`` has placed."""
 
     index: int
     number: int
     replica: int
-    probes: Sequence[Address] = field(default=(), metadata=_LEFT_OUT | _part(_addresses))
-    versions: str = field(default="", metadata=_LEFT_OUT)
+    probes: Sequence[Address] = field(default=(), metadata=LEFT_OUT | json_form(_addresses))
+    versions: str = field(default="", metadata=LEFT_OUT)
 
 
 @dataclass(frozen=True)
-class Leave(RunMessage):
+class Leave(RunMessage, type_name="leave"):
     """It leaves the run by itself."""
 
     why: str
 
 
 @dataclass(frozen=True)
-class Notice(RunMessage):
+class Notice(RunMessage, type_name="notice"):
     """Its node is to be left within ``left_s``."""
 
     reason: str
@@ -207,12 +166,12 @@ class Notice(RunMessage):
 
 
 @dataclass(frozen=True)
-class NoticeConfirmed(RunMessage):
+class NoticeConfirmed(RunMessage, type_name="noticed"):
     """It has taken in the leader's `NoticeRequest`."""
 
 
 @dataclass(frozen=True)
-class Probed(RunMessage):
+class Probed(RunMessage, type_name="probed"):
     """The answer to a `Probe`: the tasks that it does not reach."""
 
     number: int
@@ -227,24 +186,24 @@ class MemberReport(RunMessage):
 
 
 @dataclass(frozen=True)
-class Close(MemberReport):
+class Close(MemberReport, type_name="close"):
     """End the run for all agents."""
 
 
 @dataclass(frozen=True)
-class Finished(MemberReport):
+class Finished(MemberReport, type_name="finished"):
     """All workers of the agent have returned."""
 
 
 @dataclass(frozen=True)
-class Failed(MemberReport):
+class Failed(MemberReport, type_name="failed"):
     """Workers of the agent have failed; it has stopped the others."""
 
-    failures: Sequence[Failure] = field(metadata=_part(_of_ages(Failure), _ages))
+    failures: Sequence[Failure] = field(metadata=json_form(_of_ages(Failure), _ages))
 
 
 @dataclass(frozen=True)
-class CheckpointAnnounced(MemberReport):
+class CheckpointAnnounced(MemberReport, type_name="checkpoint"):
     """All workers of the agent have announced the checkpoint of a step.
 
     ``paused`` is the number of the request for which some workers pause there; 0 if none does.
@@ -255,12 +214,12 @@ class CheckpointAnnounced(MemberReport):
 
 
 @dataclass(frozen=True)
-class CheckpointWanted(MemberReport):
+class CheckpointWanted(MemberReport, type_name="request_checkpoint"):
     """A worker requests that all ranks save at one step soon."""
 
 
 @dataclass(frozen=True)
-class Vote(MemberReport):
+class Vote(MemberReport, type_name="step_vote"):
     """A vote on a request, and another one when all workers have passed a confirmed step.
 
     Attributes:
@@ -282,7 +241,7 @@ class Vote(MemberReport):
 
 
 @dataclass(frozen=True)
-class Stall(MemberReport):
+class Stall(MemberReport, type_name="stalled"):
     """Workers have made no step for ``stalled_s``, which exceeds ``limit_s``.
 
     The limit is ``assumed`` if it is neither set nor measured (`agent.hang_watch`).
@@ -294,37 +253,58 @@ class Stall(MemberReport):
 
 
 @dataclass(frozen=True)
-class Stacks(MemberReport):
+class Stacks(MemberReport, type_name="stacks"):
     """The answer to a `StacksRequest`: the states of the agent's ranks."""
 
     number: int
-    ranks: Sequence[RankState] = field(metadata=_part(_of_ages(RankState), _ages))
+    ranks: Sequence[RankState] = field(metadata=json_form(_of_ages(RankState), _ages))
 
 
 # ---- from the leader to an agent
 
 
 @dataclass(frozen=True)
-class RoundPlace(RunMessage):
-    """A place in a closed round, in answer to the request of this number."""
+class RoundInfo(RunMessage, type_name="round"):
+    """One member's place in a closed round, in a message of the same size in any group."""
 
     request: int
-    place: RoundInfo
+    """The number of the request that this answers."""
+    number: int
+    index: int
+    """The index of the entry that closed it: the group's fencing token."""
+    restarts: int
+    group_rank: int
+    group_size: int
+    """Nodes in the group."""
+    first_rank: int
+    """Global rank of this node's first worker."""
+    world_size: int
+    """Workers in the group."""
+    store: Address = field(default=("", 0), metadata=json_form(_address))
+    """Address and port of the store of the group."""
+    replica: int = 0
+    """Number of the replica that the group is, below the most that the run may have."""
+    throughputs: str = ""
+    """Of the workers, if they differ (`data.batch.encode_throughputs`): one part for each pool."""
+    hosts: str = ""
+    """The nodes by group rank, as Slurm's node list."""
+    workers: str = ""
+    """The number of workers on each, as in SLURM_TASKS_PER_NODE."""
 
 
 @dataclass(frozen=True)
-class Stop(RunMessage):
+class Stop(RunMessage, type_name="stop"):
     """Stop the workers, and join again."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class CheckpointRequested(RunMessage):
+class CheckpointRequested(RunMessage, type_name="checkpoint_request"):
     """The present request to all workers of the round; None: there is none any more."""
 
     request: CheckpointRequest | None = field(
-        metadata=_part(
+        metadata=json_form(
             lambda raw, now: None if raw is None else CheckpointRequest(**raw),
             lambda request, now: None if request is None else asdict(request),
         )
@@ -332,33 +312,33 @@ class CheckpointRequested(RunMessage):
 
 
 @dataclass(frozen=True)
-class StacksRequest(RunMessage):
+class StacksRequest(RunMessage, type_name="stacks"):
     """Send the stacks of the workers (`hang_diagnosis`)."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Probe(RunMessage):
+class Probe(RunMessage, type_name="probe"):
     """Connect to all these ports of other agents, by task; answer with `Probed`."""
 
     number: int
     peers: Mapping[str, Sequence[Address]] = field(
-        metadata=_part(
+        metadata=json_form(
             lambda raw, now: {str(task): _addresses(ports, now) for task, ports in raw.items()}
         )
     )
 
 
 @dataclass(frozen=True)
-class NoticeRequest(RunMessage):
+class NoticeRequest(RunMessage, type_name="notice"):
     """Leave the node within ``left_s``: a user or an operator asks for it."""
 
     left_s: float
 
 
 @dataclass(frozen=True)
-class End(RunMessage):
+class End(RunMessage, type_name="end"):
     """The run has ended."""
 
     status: str
@@ -375,14 +355,14 @@ OLDER_ATTEMPT = End("superseded", "its task has started again")
 
 
 @dataclass(frozen=True)
-class Requeue(RunMessage):
+class Requeue(RunMessage, type_name="requeue"):
     """Go back to the queue, and do not start again for ``delay_s``."""
 
     delay_s: float
 
 
 @dataclass(frozen=True)
-class Waiting(RunMessage):
+class Waiting(RunMessage, type_name="waiting"):
     """What the next round waits for, for people."""
 
     text: str
@@ -416,76 +396,11 @@ class PreemptionNotice(RunMessage):
         return Notice(self.reason.value, max(0.0, self.by - now))
 
 
-# ---- the JSON form
-
-
-TO_LEADER: Mapping[str, type[RunMessage]] = {
-    "join": Join, "reattach": Reattach, "failed": Failed, "finished": Finished,
-    "checkpoint": CheckpointAnnounced, "request_checkpoint": CheckpointWanted, "step_vote": Vote,
-    "stalled": Stall, "stacks": Stacks, "notice": Notice, "noticed": NoticeConfirmed,
-    "leave": Leave, "close": Close, "probed": Probed, "ft": QuorumMessage, "heartbeat": Heartbeat,
-}  # fmt: skip
-TO_AGENT: Mapping[str, type[RunMessage]] = {
-    "round": RoundPlace, "stop": Stop, "checkpoint_request": CheckpointRequested,
-    "stacks": StacksRequest, "notice": NoticeRequest, "end": End, "requeue": Requeue,
-    "waiting": Waiting, "probe": Probe, "ft": QuorumMessage, "heartbeat": Heartbeat,
-}  # fmt: skip
-
-_NAMES = {kind: name for types in (TO_LEADER, TO_AGENT) for name, kind in types.items()}
-_READ: Mapping[str, Callable[[Any], Any]] = {
-    "int": int, "float": float, "str": str, "bool": bool,
-    "int | None": lambda raw: None if raw is None else int(raw),
-    "str | None": lambda raw: None if raw is None else str(raw),
-}  # fmt: skip
-
-
-def pack(message: RunMessage, now: float) -> Json:
-    """Return a message as a JSON object; ``now``: Unix seconds of this node's clock."""
-    kind = type(message)
-    packed = {"type": _NAMES[kind]}
-    if isinstance(message, RoundPlace):
-        return {**packed, "request": message.request, **vars(message.place)}
-    packed.update(vars(message))
-    for name, write, is_left_out, default in _WRITERS[kind]:
-        if is_left_out and packed[name] == default:
-            del packed[name]
-        elif write is not None:
-            packed[name] = write(packed[name], now)
-    return packed
-
-
-def unpack(raw: Json, types: Mapping[str, type[RunMessage]], now: float) -> RunMessage | None:
-    """Return the message in a JSON object; None if its type is of another version.
-
-    ``types`` is `TO_LEADER` or `TO_AGENT`, ``now`` the Unix time of this node's clock. Raises
-    ValueError if the object is malformed: the peer is no agent of a run.
-    """
-    kind = types.get(str(raw.get("type")))
-    if kind is None:
-        return None
-    try:
-        if kind is RoundPlace:
-            place = of_known(RoundInfo, {**raw, "store": _address(raw["store"])})
-            return RoundPlace(int(raw["request"]), place)
-        return kind(**{n: read(raw[n], now) for n, read in _READERS[kind] if n in raw})
-    except (TypeError, KeyError, AttributeError) as e:
-        raise ValueError(f"malformed message {raw['type']!r}: {e}") from e
-
-
-def _reader(of: Field[Any]) -> Callable[[Any, float], Any]:
-    if "read" in of.metadata:
-        read: Callable[[Any, float], Any] = of.metadata["read"]
-        return read
-    convert = _READ.get(str(of.type))
-    return lambda raw, now: raw if convert is None else convert(raw)
-
-
-_READERS = {kind: [(f.name, _reader(f)) for f in fields(kind)] for kind in _NAMES}
-_WRITERS = {
-    kind: [
-        (f.name, f.metadata.get("write"), "is_left_out" in f.metadata, f.default)
-        for f in fields(kind)
-        if f.metadata
-    ]
-    for kind in _NAMES
-}
+TO_LEADER = table_of(
+    Join, Reattach, Failed, Finished, CheckpointAnnounced, CheckpointWanted, Vote, Stall, Stacks,
+    Notice, NoticeConfirmed, Leave, Close, Probed, QuorumMessage, Heartbeat,
+)  # fmt: skip
+TO_AGENT = table_of(
+    RoundInfo, Stop, CheckpointRequested, StacksRequest, NoticeRequest, End, Requeue, Waiting,
+    Probe, QuorumMessage, Heartbeat,
+)  # fmt: skip

@@ -54,7 +54,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
 
@@ -86,18 +85,10 @@ from hpc_elastic.rendezvous.round_state import (
 )
 from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.transport.messages import Json
 
 SAVE_WITHIN_S = 300.0
 """How long the replicas have to save before the run fails or is disbanded: a step, and a save."""
-
-
-@dataclass(frozen=True)
-class Placement:
-    """The round that placed a member, the index of its entry, and the number of its replica."""
-
-    round: int
-    index: int
-    replica: int
 
 
 class ReplicaState:
@@ -108,8 +99,8 @@ class ReplicaState:
 
     def __init__(self, entry: LogEntry, rules: RoundRules, now: float, rng: random.Random) -> None:
         run = self.run = RunState(entry, rules, now, rng)
-        self.placed: dict[Agent, Placement] = {}
-        """Members, each with its placement."""
+        self.placed: dict[Agent, messages.Reattach] = {}
+        """Members, each with the round and the replica that it would reattach to."""
         self.taking_part: set[Agent] = set()
         """Members that have been in a quorum since they were placed."""
         self.unit_changes: list[tuple[Agent, str | None]] = []
@@ -153,8 +144,8 @@ class ReplicaState:
 
     def is_current(self, agent: Agent, report: messages.MemberReport) -> bool:
         """Return whether a report is about the round that placed the member."""
-        placement = self.placed.get(agent)
-        return placement is not None and report.index == placement.index
+        place = self.placed.get(agent)
+        return place is not None and report.index == place.index
 
     def is_first(self, agent: Agent) -> bool:
         """Return whether an agent represents its replica at the lighthouse."""
@@ -165,8 +156,7 @@ class ReplicaState:
         """Take in a message of an agent; see `messages`."""
         match message:
             case messages.Reattach():
-                placement = Placement(message.number, message.index, message.replica)
-                return self.reattached(agent, placement, now)
+                return self.reattached(agent, message, now)
             case messages.Notice(reason, left_s):
                 return self.noticed(agent, reason, left_s, now)
             case messages.MemberReport() if not self.is_current(agent, message):
@@ -201,7 +191,7 @@ class ReplicaState:
             effects += self._stop_unit(agent, f"{agent.host} starts its workers again")
         return [*effects, *self._advance(now)]
 
-    def reattached(self, agent: Agent, placement: Placement, now: float) -> list[Effect]:
+    def reattached(self, agent: Agent, place: messages.Reattach, now: float) -> list[Effect]:
         """An agent that an earlier leader has placed reattaches; its workers continue."""
         run, joined = self.run, self.run.participants.joined
         is_over = run.phase is not RoundPhase.RUNNING or agent.host in run.policy.excluded
@@ -220,7 +210,7 @@ class ReplicaState:
         elif any(other in joined for other in self._unit_of(agent)):
             why = "the workers of its replica are started again"
             return stop((agent,), why, "failed", run.entry.round)
-        self.placed[agent] = placement
+        self.placed[agent] = place
         return [*effects, *self._advance(now)]
 
     def joined_quorum(self, agent: Agent) -> None:
@@ -262,7 +252,7 @@ class ReplicaState:
         if self._returned.issuperset(unit):
             if not self.run.done:
                 place = self._place_of(agent)
-                self._results = results_of(place.round, place.replica)
+                self._results = results_of(place.number, place.replica)
             self.run.done.update(unit)
         return self._advance(now)
 
@@ -305,7 +295,7 @@ class ReplicaState:
         in_vain = self.run.waits_in_vain(why, now)
         return self._save_first(partial(self.run.disband, why or ""), now) if in_vain else []
 
-    def progressed(self, agent: Agent, progress: messages.Json, now: float) -> None:
+    def progressed(self, agent: Agent, progress: Json, now: float) -> None:
         """Take in the progress in a member's heartbeat: a step of any member is progress."""
         self.run.progressed(agent, progress, now)
         if progress.get("step") is not None:
@@ -323,8 +313,8 @@ class ReplicaState:
     def _unit_of(self, agent: Agent) -> tuple[Agent, ...]:
         return self.run.ranks.unit_of(agent, self.run.rules.unit_nodes)
 
-    def _place_of(self, agent: Agent) -> Placement:
-        unknown = Placement(self.run.entry.round, self.run.entry.index, 0)
+    def _place_of(self, agent: Agent) -> messages.Reattach:
+        unknown = messages.Reattach(self.run.entry.index, self.run.entry.round, 0)
         return self.placed.get(agent, unknown)
 
     @property
@@ -392,7 +382,7 @@ class ReplicaState:
         """Give each unit a number that no other replica has; its last one, if it is known."""
         placed = self.placed
         numbered = {placed[a].replica: unit for unit in units for a in unit if a in placed}
-        taken = {placement.replica for placement in placed.values()}
+        taken = {place.replica for place in placed.values()}
         for unit in units:
             if not any(agent in placed for agent in unit):
                 own = unit[0].slot // self._unit_nodes
@@ -420,7 +410,8 @@ class ReplicaState:
         effects = self.run.announce(tuple(chain(*replicas.values())), replicas)
         entry = self.run.entry
         for replica, unit in replicas.items():
-            self.placed |= dict.fromkeys(unit, Placement(entry.round, entry.index, replica))
+            place = messages.Reattach(entry.index, entry.round, replica)
+            self.placed |= dict.fromkeys(unit, place)
             self._forget(unit)
             if len(unit) > 1:
                 self.unit_changes.append((unit[0], None))
@@ -535,7 +526,7 @@ class ReplicaState:
             if not failures:
                 continue
             run.policy.failures += failures
-            effects += self._judge_alone(self._place_of(unit[0]).round, now)
+            effects += self._judge_alone(self._place_of(unit[0]).number, now)
             faulty = [a for a in unit if a.host in run.policy.excluded]
             if faulty and run.phase is RoundPhase.RUNNING:
                 effects += self._dissolve_unit(faulty[0], "its node is excluded", now)

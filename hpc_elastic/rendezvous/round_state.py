@@ -85,6 +85,7 @@ from hpc_elastic.rendezvous.task_recovery import LostTaskRecovery, RequeueBackof
 from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.slurm.job_state import Phase, TaskState
 from hpc_elastic.step_agreement import StepVote
+from hpc_elastic.transport.messages import Json
 
 
 class RoundPhase(Enum):
@@ -425,7 +426,7 @@ class RunState:
             return True
         return self.phase is RoundPhase.FORMING and agent in self.participants.pending_rejoin
 
-    def progressed(self, agent: Agent, progress: messages.Json, now: float) -> None:
+    def progressed(self, agent: Agent, progress: Json, now: float) -> None:
         """Take in the progress in a member's heartbeat."""
         if agent in self.ranks and progress.get("step") is not None:
             self.policy.record_step(int(progress["step"]))
@@ -872,7 +873,7 @@ class RoundState:
         """Take in why the run cannot get min nodes at present; None: it may get them."""
         return self.run.disband(why or "") if self.run.waits_in_vain(why, now) else []
 
-    def progressed(self, agent: Agent, progress: messages.Json, now: float) -> None:
+    def progressed(self, agent: Agent, progress: Json, now: float) -> None:
         """Take in the progress in a member's heartbeat."""
         self.run.progressed(agent, progress, now)
 

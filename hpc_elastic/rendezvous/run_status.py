@@ -8,9 +8,9 @@ from typing import Any
 
 from hpc_elastic._util import ThroughputMeter, counted
 from hpc_elastic.rendezvous.leader_state import LeaderState
-from hpc_elastic.rendezvous.messages import Json
 from hpc_elastic.rendezvous.round_state import Participants, RoundPhase, RunState
 from hpc_elastic.slurm.job_state import Phase as SlurmPhase
+from hpc_elastic.transport.messages import Json
 
 _PHASES = {
     RoundPhase.FORMING: "waiting",

@@ -49,6 +49,7 @@ from hpc_elastic.transport.connection import (
     Listener,
     connect,
 )
+from hpc_elastic.transport.messages import Json, pack, unpack
 from hpc_elastic.transport.probes import ProbePorts, reaches
 from hpc_elastic.worker.shared_page import CheckpointRequest
 
@@ -68,7 +69,7 @@ class Session:
         me: Agent,
         candidate: LeaderCandidate,
         *,
-        progress: Callable[[], messages.Json] = dict,
+        progress: Callable[[], Json] = dict,
         ft_socket: Path | None = None,
     ) -> None:
         """Connect to the run.
@@ -275,7 +276,7 @@ class Session:
 
     def _leave(self, why: str) -> None:
         if self._stream is not None:
-            self._stream.send(messages.pack(messages.Leave(why), time.time()))
+            self._stream.send(pack(messages.Leave(why), time.time()))
         if self._state.ending is not None or self._ending:
             return  # the loop ends by itself, once the leader has sent all agents the outcome
         self._ending = True
@@ -373,7 +374,7 @@ class Session:
         if self._stream is not None:
             if isinstance(message, messages.Heartbeat):
                 message = messages.Heartbeat(self._progress())
-            self._stream.send(messages.pack(message, time.time()))
+            self._stream.send(pack(message, time.time()))
 
     def send(self, message: ReplicaReport) -> None:
         """Send a message of this node's replica to the lighthouse (event loop's thread)."""
@@ -416,7 +417,7 @@ class Session:
         why = "its connection closed"
         try:
             while self._stream is stream and self._state.ending is None:
-                message = messages.unpack(await stream.receive(), messages.TO_AGENT, time.time())
+                message = unpack(await stream.receive(), messages.TO_AGENT, time.time())
                 if self._stream is stream and message is not None:
                     self._carry_out(self._following.received(message, time.monotonic()))
         except (OSError, ValueError, KeyError) as e:
@@ -521,8 +522,8 @@ class SessionState:
         """Store the message of a `Deliver` effect (event loop's thread)."""
         with self._changed:
             match message:
-                case messages.RoundPlace(_, place):
-                    self.round = place
+                case messages.RoundInfo():
+                    self.round = message
                 case messages.Stop(reason):
                     _log.info("workers are to stop: %s", reason)
                     self.stop_requested = True

@@ -35,7 +35,7 @@ from hpc_elastic.rendezvous.effects import (
 )
 from hpc_elastic.rendezvous.leader_state import LeaderState
 from hpc_elastic.rendezvous.log_entry import LogEntry
-from hpc_elastic.rendezvous.messages import Heartbeat, Json
+from hpc_elastic.rendezvous.messages import Heartbeat
 from hpc_elastic.rendezvous.run_status import NUMBERS, ProgressLog, line_of, status_of
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import (
@@ -50,6 +50,7 @@ from hpc_elastic.shared_files import (
     remove_behind,
     write_atomic,
 )
+from hpc_elastic.transport.messages import Json
 
 _STIMULI = 1000
 """Events of a term that are kept, to be written down if the leader fails."""

@@ -2,6 +2,7 @@
 
 - `auth`           the handshake and signed frames (pure)
 - `secret`         the secrets behind them
+- `messages`       the JSON form of messages (pure)
 - `connection`     both ends of a connection over asyncio, and a listener
 - `probes`         whether peers reach this node, and it reaches them
 - `signed_socket`  both ends of a connection over blocking sockets

@@ -32,9 +32,10 @@ from hpc_elastic.agent.worker_failures import (
 from hpc_elastic.agent.worker_main import _enter, after_import, load_function, to_json
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rendezvous.log_entry import Failure, is_secondary
-from hpc_elastic.rendezvous.messages import Failed, pack
+from hpc_elastic.rendezvous.messages import Failed
 from hpc_elastic.run.directory import Entry, RunDir
 from hpc_elastic.transport.auth import FrameSigner
+from hpc_elastic.transport.messages import pack
 from hpc_elastic.worker.shared_page import DIRECTORY_VARIABLE, SharedPage
 from specs import spec_of
 

@@ -31,14 +31,13 @@ from hpc_elastic.rendezvous.messages import (
     Join,
     NoticeRequest,
     Requeue,
-    RoundPlace,
     Stop,
-    pack,
 )
 from hpc_elastic.rendezvous.round_state import RoundPhase
 from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.site import QueueAdvice, QueueQuestion
 from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.transport.messages import pack
 from simulation.month import count_items
 
 # ---- decisions ----------------------------------------------------------------------------
@@ -221,12 +220,12 @@ def test_every_member_is_told_its_place():
     announce = Announce(entry, {big: Join(5), small: Join(6)})
     (first, a), (second, b) = places(announce, ("10.0.0.1", 99))
     assert (first, second) == (big, small)
-    assert pack(RoundPlace(5, a), 0.0) == {
+    assert pack(a, 0.0) == {
         "type": "round", "request": 5, "index": 17, "number": 3, "restarts": 1, "group_rank": 0,
         "replica": 0, "group_size": 2, "first_rank": 0, "world_size": 12, "store": ("10.0.0.1", 99),
         "throughputs": "", "hosts": "n[1-2]", "workers": "8,4",
     }  # fmt: skip
-    assert b == replace(a, group_rank=1, first_rank=8)
+    assert b == replace(a, request=6, group_rank=1, first_rank=8)
     fast = replace(small, throughput=2500)
     announce = Announce(replace(entry, members=(big, fast)), {big: Join(5), fast: Join(6)})
     assert {place.throughputs for _, place in places(announce)} == {"8*1000,4*2500"}

@@ -30,22 +30,20 @@ from hpc_elastic.rendezvous.messages import (
     Reattach,
     Requeue,
     RoundInfo,
-    RoundPlace,
     Stacks,
     StacksRequest,
     Stall,
     Stop,
     Vote,
     Waiting,
-    pack,
-    unpack,
 )
+from hpc_elastic.transport.messages import pack, unpack
 from hpc_elastic.worker.shared_page import CheckpointRequest
 
 NOW = 1000.0
 FAILURE = Failure("7_0", "n1", 3, 1, 990.0, "boom", "ValueError", exit_code=1)
 STATE = RankState(3, 1, "stands", "train.py:5 in step", "all_reduce", None, 999.0)
-PLACE = RoundInfo(3, 17, 1, 0, 2, 0, 12, ("10.0.0.1", 99), 0, "", "n[1-2]", "8,4")
+PLACE = RoundInfo(5, 3, 17, 1, 0, 2, 0, 12, ("10.0.0.1", 99), 0, "", "n[1-2]", "8,4")
 FROM_AGENTS = [
     (Join(5, ("10.0.0.1", 9), 2.5),
      '{"type":"join","request":5,"store":["10.0.0.1",9],"waited_s":2.5}'),
@@ -71,7 +69,7 @@ FROM_AGENTS = [
      '{"type":"ft","message":{"type":"CancelRequest"}}'),
 ]  # fmt: skip
 FROM_THE_LEADER = [
-    (RoundPlace(5, PLACE),
+    (PLACE,
      '{"type":"round","request":5,"number":3,"index":17,"restarts":1,"group_rank":0,"group_size":2,'
      '"first_rank":0,"world_size":12,"store":["10.0.0.1",99],"replica":0,"throughputs":"",'
      '"hosts":"n[1-2]","workers":"8,4"}'),
@@ -148,7 +146,7 @@ def test_a_malformed_message_is_refused(raw):
 
 def test_every_field_has_a_reader_of_its_type():
     """A field of another type needs an entry in the table of readers, or its own one."""
-    for kind in {*TO_LEADER.values(), *TO_AGENT.values()} - {RoundPlace}:
+    for kind in {*TO_LEADER.values(), *TO_AGENT.values()}:
         for field in fields(kind):
             known = ("int", "float", "str", "bool", "int | None", "str | None")
             is_plain = field.type in known or field.metadata.get("read")

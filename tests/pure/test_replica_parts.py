@@ -30,10 +30,10 @@ from hpc_elastic.rendezvous.messages import (
     QuorumMessage,
     Reattach,
     Stop,
-    unpack,
 )
 from hpc_elastic.rendezvous.replica_state import SETTLES_WITHIN_S
 from hpc_elastic.run import fencing
+from hpc_elastic.transport.messages import unpack
 from hpc_elastic.worker import checkpoint_trigger
 
 # ---- an agent without its leader ----------------------------------------------------------

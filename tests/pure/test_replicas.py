@@ -22,7 +22,8 @@ from groups import (
 from hpc_elastic.ft.messages import NO_QUORUM, ReplicaStatus
 from hpc_elastic.rendezvous.effects import ClearHolds
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRules
-from hpc_elastic.rendezvous.replica_state import SAVE_WITHIN_S, Placement, ReplicaState
+from hpc_elastic.rendezvous.messages import Reattach
+from hpc_elastic.rendezvous.replica_state import SAVE_WITHIN_S, ReplicaState
 from hpc_elastic.rendezvous.round_state import RoundPhase
 from hpc_elastic.run.event_schema import LossReason
 
@@ -176,7 +177,7 @@ def test_no_run_waits_for_ever_for_a_state_that_is_not_saved():
 def test_a_replica_that_an_earlier_leader_has_placed_is_asked_before_the_run_fails():
     """The next leader may learn that the run is over before the replica has reported to it."""
     m = resumed(A, B, min_nodes=2, max_nodes=2)
-    m.reattached(A, Placement(4, 9, 0), 1.0)
+    m.reattached(A, Reattach(9, 4, 0), 1.0)
     m.agent_lost(B, "lost", 1.0)
     assert decisions(m.slurm_answered(running(A, s1="CANCELLED"), 2.0, 2.0)) == []
     m.reported(A, ReplicaStatus(7, 0, 1, 0, is_aborted=False))
@@ -189,7 +190,7 @@ def test_a_replica_that_an_earlier_leader_has_placed_is_asked_before_the_run_fai
 def test_a_replica_without_a_state_is_not_awaited():
     """It has been in no quorum, and says so."""
     m = resumed(A, B, min_nodes=2, max_nodes=2)
-    m.reattached(A, Placement(4, 9, 0), 1.0)
+    m.reattached(A, Reattach(9, 4, 0), 1.0)
     m.reported(A, ReplicaStatus(NO_QUORUM, 0, 0, 0, is_aborted=False))
     m.agent_lost(B, "lost", 1.0)
     (end,) = decisions(m.slurm_answered(running(A, s1="CANCELLED"), 2.0, 2.0))
@@ -328,37 +329,37 @@ def test_members_go_on_under_the_next_leader():
     m = resumed(A, B, C, lost={A.task: 0})
     assert m.run.phase is RoundPhase.RUNNING and m.run.ranks.members == (B, C)
     assert m.run.participants.pending_rejoin == {B, C}
-    assert decisions(m.reattached(B, Placement(4, 9, B.slot), 0.5)) == []
-    assert decisions(m.reattached(C, Placement(4, 9, C.slot), 0.6)) == []
+    assert decisions(m.reattached(B, Reattach(9, 4, B.slot), 0.5)) == []
+    assert decisions(m.reattached(C, Reattach(9, 4, C.slot), 0.6)) == []
     assert not m.run.participants.pending_rejoin
 
 
 def test_a_member_that_is_not_here_in_time_is_gone():
     """As one that falls silent."""
     m = resumed(A, B, C, lost={A.task: 0})
-    m.reattached(B, Placement(4, 9, B.slot), 0.5)
+    m.reattached(B, Reattach(9, 4, B.slot), 0.5)
     assert decisions(m.heartbeat_lost(C, LossReason.LEADER_NOT_FOUND, 7.0)) == [departed(C, (B,))]
 
 
 def test_the_leader_before_comes_back_with_its_workers():
     """It was only cut off: it is admitted again, and they are not stopped."""
     m = resumed(A, B, lost={A.task: 0})
-    m.reattached(B, Placement(4, 9, B.slot), 0.5)
-    assert decisions(m.reattached(A, Placement(4, 9, A.slot), 3.0)) == [closed(5, (B, A), 0, ())]
+    m.reattached(B, Reattach(9, 4, B.slot), 0.5)
+    assert decisions(m.reattached(A, Reattach(9, 4, A.slot), 3.0)) == [closed(5, (B, A), 0, ())]
     assert A.task not in m.run.participants.lost
 
 
 def test_results_are_found_by_the_round_that_placed_a_member():
     """Which is none of this leader's."""
     m = resumed(A, B, lost={A.task: 0})
-    m.reattached(B, Placement(2, 5, B.slot), 0.5)
+    m.reattached(B, Reattach(5, 2, B.slot), 0.5)
     assert decisions(m.finished(B, 1.0)) == [ended("succeeded", results="round-2.replica-1")]
 
 
 def test_who_is_here_without_room_starts_anew():
     """Its place was taken meanwhile."""
     m = training(A, B, max_nodes=2)
-    (told,) = decisions(m.reattached(C, Placement(1, 2, C.slot), 1.0))
+    (told,) = decisions(m.reattached(C, Reattach(2, 1, C.slot), 1.0))
     assert kind(told) == "stop" and told.agents == (C,)
 
 

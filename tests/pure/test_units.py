@@ -26,8 +26,8 @@ from hpc_elastic.config.schema import NodeRange
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.rendezvous.effects import Announce, places
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRules
-from hpc_elastic.rendezvous.messages import Join
-from hpc_elastic.rendezvous.replica_state import Placement, ReplicaState
+from hpc_elastic.rendezvous.messages import Join, Reattach
+from hpc_elastic.rendezvous.replica_state import ReplicaState
 from hpc_elastic.rendezvous.round_state import RankAssignment, RoundPhase, nearest_units
 from hpc_elastic.slurm.environment import SlurmEnvironment
 
@@ -348,10 +348,10 @@ def test_the_partner_of_a_lost_leader_is_a_spare():
     """The next leader decides so, and stops it when it reattaches."""
     m = resumed(A, B, C, D, lost={A.task: 0})
     assert decisions(m.drop_losses()) == [departed(A, (C, D))]
-    m.reattached(C, Placement(4, 9, 1), 0.5)
-    (told,) = decisions(m.reattached(B, Placement(4, 9, 0), 0.6))
+    m.reattached(C, Reattach(9, 4, 1), 0.5)
+    (told,) = decisions(m.reattached(B, Reattach(9, 4, 0), 0.6))
     assert (kind(told), told.agents) == ("stop", (B,))
-    m.reattached(D, Placement(4, 9, 1), 0.7)
+    m.reattached(D, Reattach(9, 4, 1), 0.7)
     m.join(B, 1.0)
     assert decisions(m.join(E, 2.0)) == [closed(5, (C, D, B, E), 0, (B, E))]
     assert m.placed[B].replica == 0

@@ -60,7 +60,6 @@ from hpc_elastic.rendezvous.messages import (
     RankState,
     Requeue,
     RoundInfo,
-    RoundPlace,
     RunMessage,
     Stacks,
     StacksRequest,
@@ -612,8 +611,8 @@ class AgentProcess:
         if not isinstance(message, Waiting):
             self.env.world.log_event(self.host.task, "told", message)
         match message:
-            case RoundPlace(_, place):
-                self._begin_round(place)
+            case RoundInfo():
+                self._begin_round(message)
             case Stop():
                 self._stop_workers()
             case StacksRequest(number):
@@ -1052,7 +1051,7 @@ class Leader:
         self._env.monitor.announced(self.endpoint, announce)
         self._round = announce.entry.index
         for agent, place in self._env.components.places(announce):
-            self._send_to_agent(agent, RoundPlace(announce.requests[agent].request, place))
+            self._send_to_agent(agent, place)
 
     def _create(self) -> None:
         if self._creating is not None:

@@ -29,7 +29,7 @@ from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.group_change import CheckpointBarrier, GroupChange
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, LogSteps
-from hpc_elastic.rendezvous.messages import Probed, RoundInfo, RoundPlace, RunMessage, Stop
+from hpc_elastic.rendezvous.messages import Probed, RoundInfo, RunMessage, Stop
 from hpc_elastic.rendezvous.reachability import Endpoints, Reachability
 from hpc_elastic.rendezvous.round_state import RoundState
 from hpc_elastic.rendezvous.term import Term, TermFolder
@@ -248,7 +248,7 @@ class TakesAnyAnswer(FollowerState):
     """Accepts a place that answers an earlier request of its own."""
 
     def received(self, message: RunMessage, now: float) -> list[Effect]:
-        if isinstance(message, RoundPlace):
+        if isinstance(message, RoundInfo):
             message = replace(message, request=self._num_requests)
         return super().received(message, now)
 

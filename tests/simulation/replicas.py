@@ -29,8 +29,15 @@ from hpc_elastic.rendezvous.effects import (
 from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.leader_state import LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
-from hpc_elastic.rendezvous.messages import MemberReport, RoundInfo, RunMessage, Stop
-from hpc_elastic.rendezvous.replica_state import Placement, ReplicaState, departed_note
+from hpc_elastic.rendezvous.messages import (
+    Join,
+    MemberReport,
+    Reattach,
+    RoundInfo,
+    RunMessage,
+    Stop,
+)
+from hpc_elastic.rendezvous.replica_state import ReplicaState, departed_note
 from hpc_elastic.rendezvous.round_state import RankAssignment, RunState, stop
 from simulation.cluster import AgentProcess, Components, unit_with
 from simulation.invariants import Monitor
@@ -194,9 +201,9 @@ class _CountsByTheLastRound(ReplicaState):
 class _StopsPresentMembers(ReplicaState):
     """Treats an agent that reattaches to the next leader as a new one that must restart."""
 
-    def reattached(self, agent: Agent, placement: Placement, now: float) -> list[Effect]:
+    def reattached(self, agent: Agent, place: Reattach, now: float) -> list[Effect]:
         self.run.ranks = RankAssignment()
-        return super().reattached(agent, placement, now)
+        return super().reattached(agent, place, now)
 
 
 class _DepartsWithoutEntry(ReplicaState):
@@ -240,7 +247,8 @@ class _OneNumberForAll(ReplicaState):
 
 
 def _all_in_one_group(announce: Announce) -> Iterator[tuple[Agent, RoundInfo]]:
-    together = places(replace(announce, replicas=None))
+    requests = {**dict.fromkeys(announce.entry.members, Join(0)), **announce.requests}
+    together = places(replace(announce, requests=requests, replicas=None))
     return ((agent, place) for agent, place in together if agent in announce.requests)
 
 

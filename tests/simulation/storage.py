@@ -30,9 +30,9 @@ from typing import Any
 
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import LogEntry, LogSteps
-from hpc_elastic.rendezvous.messages import Json
 from hpc_elastic.rendezvous.term import TermFolder, TermOverError
 from hpc_elastic.shared_files import Steps
+from hpc_elastic.transport.messages import Json
 from simulation.invariants import Monitor
 from simulation.world import Process, World
 

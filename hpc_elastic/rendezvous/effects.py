@@ -18,11 +18,16 @@ from hpc_elastic.site import QueueQuestion
 from hpc_elastic.slurm import nodelist
 from hpc_elastic.transport.messages import Json
 
+
+class Effect:
+    """An action of a state machine, which its driver carries out."""
+
+
 # ---- messages and connections
 
 
 @dataclass(frozen=True)
-class Send:
+class Send(Effect):
     """Send a message to connected agents; None: to all of them."""
 
     agents: Collection[Agent] | None
@@ -30,35 +35,35 @@ class Send:
 
 
 @dataclass(frozen=True)
-class SendToLeader:
+class SendToLeader(Effect):
     """Send a message to the leader."""
 
     message: RunMessage
 
 
 @dataclass(frozen=True)
-class Connect:
+class Connect(Effect):
     """Connect to this entry's leader; report `FollowerState.connected` or `not_connected`."""
 
     entry: LogEntry
 
 
 @dataclass(frozen=True)
-class Disconnect:
+class Disconnect(Effect):
     """Abandon the connection to an agent; None: the one to the leader, or the attempt at it."""
 
     agent: Agent | None = None
 
 
 @dataclass(frozen=True)
-class Deliver:
+class Deliver(Effect):
     """Pass the agent's own thread a message of the leader, or one about this node."""
 
     message: RunMessage
 
 
 @dataclass(frozen=True)
-class ProbePeers:
+class ProbePeers(Effect):
     """Connect to ports of other agents; send the leader `Probed` with those out of reach."""
 
     probe: Probe
@@ -68,7 +73,7 @@ class ProbePeers:
 
 
 @dataclass(frozen=True)
-class Append:
+class Append(Effect):
     """Append this entry; report `LeaderState.appended`, or `refused` if its index is taken.
 
     ``needs_store``: it closes a round whose members meet in one store, which is started before.
@@ -79,12 +84,12 @@ class Append:
 
 
 @dataclass(frozen=True)
-class ReadLog:
+class ReadLog(Effect):
     """Read the last entry and its lease; report `FollowerState.log_read` or `log_unreadable`."""
 
 
 @dataclass(frozen=True)
-class Claim:
+class Claim(Effect):
     """Try to append entry ``number`` as the next leader; report `FollowerState.claimed`.
 
     ``possibly_alive``: the leader before is out of reach, and its end was not observed.
@@ -96,14 +101,14 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Lead:
+class Lead(Effect):
     """Lead: the claim was appended."""
 
     entry: LogEntry
 
 
 @dataclass(frozen=True)
-class Announce:
+class Announce(Effect):
     """Send each member its place in the round that an entry has closed.
 
     Attributes:
@@ -119,7 +124,7 @@ class Announce:
 
 
 @dataclass(frozen=True)
-class PublishResult:
+class PublishResult(Effect):
     """Write the result of a run that has ended, and cancel its pending tasks.
 
     The leader does so, and any agent that finds the end in the log: the leader may have died
@@ -130,12 +135,12 @@ class PublishResult:
 
 
 @dataclass(frozen=True)
-class RenewLease:
+class RenewLease(Effect):
     """Show on the shared file system that the leader of this term is alive."""
 
 
 @dataclass(frozen=True)
-class Show:
+class Show(Effect):
     """Replace the run's status, and append lines to its progress."""
 
     status: Json
@@ -143,7 +148,7 @@ class Show:
 
 
 @dataclass(frozen=True)
-class RemoveNotice:
+class RemoveNotice(Effect):
     """Remove a claimed notice, which is confirmed, or matches no agent of the run."""
 
     name: str
@@ -151,7 +156,7 @@ class RemoveNotice:
 
 
 @dataclass(frozen=True)
-class Note:
+class Note(Effect):
     """Write an event into the event log; `hpc_elastic.run.event_schema` has the kinds."""
 
     kind: str
@@ -159,7 +164,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class StepDown:
+class StepDown(Effect):
     """Disconnect from all agents: another agent leads."""
 
 
@@ -167,33 +172,33 @@ class StepDown:
 
 
 @dataclass(frozen=True)
-class QueryTasks:
+class QueryTasks(Effect):
     """Query the states of the run's tasks; report `LeaderState.slurm_answered`."""
 
 
 @dataclass(frozen=True)
-class QuerySlurm:
+class QuerySlurm(Effect):
     """Query whether the leader's task runs; report `FollowerState.slurm_answered`."""
 
     task: str
 
 
 @dataclass(frozen=True)
-class QueryQueue:
+class QueryQueue(Effect):
     """Let siblings start, fit time limits, query the queue; report `LeaderState.advised`."""
 
     question: QueueQuestion
 
 
 @dataclass(frozen=True)
-class Postpone:
+class Postpone(Effect):
     """Let no queued task of the run start for a while."""
 
     delay_s: float
 
 
 @dataclass(frozen=True)
-class Exclude:
+class Exclude(Effect):
     """Let no queued task of the run start on these hosts until a time (Unix seconds)."""
 
     hosts: tuple[str, ...]
@@ -202,7 +207,7 @@ class Exclude:
 
 
 @dataclass(frozen=True)
-class ClearHolds:
+class ClearHolds(Effect):
     """Let these tasks, which Slurm holds after a requeue or has ended, start soon.
 
     ``possibly_alive``: those whose end was not observed, each with the node where it may still run.
@@ -215,38 +220,10 @@ class ClearHolds:
 
 
 @dataclass(frozen=True)
-class Readmit:
+class Readmit(Effect):
     """Let these lost tasks start again on the nodes that they avoid, if those nodes are back."""
 
     tasks: tuple[str, ...]
-
-
-Effect = (
-    Send
-    | SendToLeader
-    | Connect
-    | Disconnect
-    | Deliver
-    | ProbePeers
-    | Append
-    | ReadLog
-    | Claim
-    | Lead
-    | Announce
-    | PublishResult
-    | RenewLease
-    | Show
-    | RemoveNotice
-    | Note
-    | StepDown
-    | QueryTasks
-    | QuerySlurm
-    | QueryQueue
-    | Postpone
-    | Exclude
-    | ClearHolds
-    | Readmit
-)
 
 
 def hosts_of(agents: Collection[Agent]) -> list[str]:

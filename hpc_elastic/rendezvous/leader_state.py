@@ -351,7 +351,7 @@ class LeaderState:
     def _learn(self, agent: Agent, progress: Json, now: float) -> list[Effect]:
         self.progress[agent] = progress
         self.last_step = progress.get("step", self.last_step)
-        self.rounds.progressed(agent, progress, now)
+        self.run.progressed(agent, progress, now)
         if "loads" not in progress or agent not in self.run.ranks:
             return []
         return self.stragglers.record_loads(agent, progress["loads"], self.run.entry.round)
@@ -409,7 +409,8 @@ class LeaderState:
             return effects
         silent, self._silent = self._silent, {}
         for agent, why in silent.items():
-            effects += self._do(self.rounds.heartbeat_lost(agent, why, now))
+            self.run.note_silence(agent)
+            effects += self._do(self.rounds.agent_lost(agent, why, now))
         return effects
 
     def _forget(self, agent: Agent, why: str) -> bool:

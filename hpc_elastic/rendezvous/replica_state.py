@@ -85,7 +85,6 @@ from hpc_elastic.rendezvous.round_state import (
 )
 from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.slurm.job_state import TaskState
-from hpc_elastic.transport.messages import Json
 
 SAVE_WITHIN_S = 300.0
 """How long the replicas have to save before the run fails or is disbanded: a step, and a save."""
@@ -273,11 +272,6 @@ class ReplicaState:
             effects += self._dissolve_unit(agent, why, now)
         return [*effects, *self._advance(now)]
 
-    def heartbeat_lost(self, agent: Agent, why: str, now: float) -> list[Effect]:
-        """An agent has timed out while its connection was open."""
-        self.run.note_silence(agent)
-        return self.agent_lost(agent, why, now)
-
     def slurm_answered(
         self, states: Mapping[str, TaskState] | None, asked_at: float, now: float
     ) -> list[Effect]:
@@ -294,12 +288,6 @@ class ReplicaState:
         """Take in why the run cannot get min nodes at present; None: it may get them."""
         in_vain = self.run.waits_in_vain(why, now)
         return self._save_first(partial(self.run.disband, why or ""), now) if in_vain else []
-
-    def progressed(self, agent: Agent, progress: Json, now: float) -> None:
-        """Take in the progress in a member's heartbeat: a step of any member is progress."""
-        self.run.progressed(agent, progress, now)
-        if progress.get("step") is not None:
-            self.run.policy.record_checkpoint(int(progress["step"]))
 
     def tick(self, now: float) -> list[Effect]:
         """Apply the rules that depend on time; all members that timed out together are known."""

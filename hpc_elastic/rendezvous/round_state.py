@@ -427,11 +427,14 @@ class RunState:
         return self.phase is RoundPhase.FORMING and agent in self.participants.pending_rejoin
 
     def progressed(self, agent: Agent, progress: Json, now: float) -> None:
-        """Take in the progress in a member's heartbeat."""
-        if agent in self.ranks and progress.get("step") is not None:
-            self.policy.record_step(int(progress["step"]))
+        """Take in the progress in a heartbeat; a step of a replica is as good as a checkpoint."""
+        step = progress.get("step")
+        if agent in self.ranks and step is not None:
+            self.policy.record_step(int(step))
         if self.ranks.members and agent == self.ranks.members[0]:
-            self.estimator.record_step(progress.get("step"), progress.get("total"), now)
+            self.estimator.record_step(step, progress.get("total"), now)
+        if self.rules.ft and step is not None:
+            self.policy.record_checkpoint(int(step))
 
     def add_grace(self, for_s: float, now: float) -> None:
         """Move all deadlines by the time that the leader was not running."""
@@ -854,11 +857,6 @@ class RoundState:
         run.participants.pending_rejoin.discard(agent)
         return [*effects, *self.tick(now)]
 
-    def heartbeat_lost(self, agent: Agent, why: str, now: float) -> list[Effect]:
-        """An agent has timed out while its connection was open."""
-        self.run.note_silence(agent)
-        return self.agent_lost(agent, why, now)
-
     def slurm_answered(
         self, states: Mapping[str, TaskState] | None, asked_at: float, now: float
     ) -> list[Effect]:
@@ -872,10 +870,6 @@ class RoundState:
     def sweep_answered(self, why: str | None, now: float) -> list[Effect]:
         """Take in why the run cannot get min nodes at present; None: it may get them."""
         return self.run.disband(why or "") if self.run.waits_in_vain(why, now) else []
-
-    def progressed(self, agent: Agent, progress: Json, now: float) -> None:
-        """Take in the progress in a member's heartbeat."""
-        self.run.progressed(agent, progress, now)
 
     def tick(self, now: float) -> list[Effect]:
         """Apply the rules that depend on time."""

@@ -179,7 +179,8 @@ def silences(m: RoundState, *attempts: int, every_s: float = 10.0) -> list:
     b, effects = B, []
     for i, attempt in enumerate(attempts):
         now = every_s * (i + 1)
-        m.heartbeat_lost(b, LossReason.SILENT, now)
+        m.run.note_silence(b)
+        m.agent_lost(b, LossReason.SILENT, now)
         effects += [a for agent in (A, C, D) for a in m.join(agent, now + 1)]
         effects += m.slurm_answered(running(A, C, D), now + 1, now + 2)
         b = replace(B, attempt=attempt)
@@ -281,7 +282,7 @@ def lose_and_start_anew(m: RoundState, rounds: int, *, word: str = "", announced
 def test_a_script_that_takes_its_node_with_it_ends_the_run_with_slurms_reason():
     """Three such rounds are free, each further one costs a restart; the end names the step."""
     m = training(A, B, max_restarts=3)
-    m.progressed(B, {"step": 17}, 1.0)
+    m.run.progressed(B, {"step": 17}, 1.0)
     tried, effects = lose_and_start_anew(m, 400, word="OUT_OF_MEMORY")
     (end,) = decisions(effects)
     assert tried == 7 and kind(end) == "end" and end[1].status == "failed"
@@ -298,7 +299,7 @@ def test_losses_with_progress_in_between_cost_nothing(progress):
     for i in range(50):
         now = 100.0 * (i + 1)
         if progress == "step":
-            m.progressed(A, {"step": i}, now)
+            m.run.progressed(A, {"step": i}, now)
         else:
             m.checkpointed(A, i, 0, now)
         m.agent_lost(b, LossReason.CONNECTION_CLOSED, now)
@@ -344,8 +345,10 @@ def test_nodes_that_the_run_itself_has_requeued_are_no_losses():
 def test_many_agents_that_time_out_at_once_are_not_to_blame():
     """The network between them is."""
     m = training(A, B, C, D)
-    m.heartbeat_lost(B, LossReason.SILENT, 10.0)
-    m.heartbeat_lost(C, LossReason.SILENT, 10.0)
+    m.run.note_silence(B)
+    m.agent_lost(B, LossReason.SILENT, 10.0)
+    m.run.note_silence(C)
+    m.agent_lost(C, LossReason.SILENT, 10.0)
     m.join(A, 10.1)
     m.join(D, 10.1)
     assert m.run.policy.strikes == {}
@@ -354,7 +357,8 @@ def test_many_agents_that_time_out_at_once_are_not_to_blame():
 def test_the_only_other_agent_that_times_out_is_not_to_blame():
     """With two nodes it is unknown which one is cut off."""
     m = training(A, B)
-    m.heartbeat_lost(B, LossReason.SILENT, 10.0)
+    m.run.note_silence(B)
+    m.agent_lost(B, LossReason.SILENT, 10.0)
     m.join(A, 10.1)
     m.slurm_answered(running(A), 10.2, 11.0)
     assert m.run.ranks.members == (A,) and m.run.policy.strikes == {}
@@ -375,7 +379,7 @@ def test_the_next_leader_inherits_the_counters():
     m.checkpointed(A, 40, 0, 5.0)
     fails(m, A, "boom", 10.0)
     fails(m, B, "CUDA error: unknown error", 20.0)
-    m.progressed(A, {"step": 44}, 25.0)
+    m.run.progressed(A, {"step": 44}, 25.0)
     m.agent_lost(B, LossReason.CONNECTION_CLOSED, 30.0)
     first = failure(B, "CUDA error: unknown error")
     lost = LostNode("node2", LossReason.CONNECTION_CLOSED, 3, is_first=True)

@@ -229,7 +229,7 @@ def test_failures_while_others_make_steps_are_no_crash_loop():
     """Progress is a step that anybody has made; restarts alone limit them."""
     m = training(A, B, max_restarts=9, max_failed_rounds=2)
     for step in (1, 2, 3):
-        m.progressed(A, {"step": step}, float(step))
+        m.run.progressed(A, {"step": step}, float(step))
         assert m.worker_failed([failure(B)], B, float(step)) and m.run.phase is RoundPhase.RUNNING
         m.join(B, float(step))
     m.worker_failed([failure(B)], B, 5.0)
@@ -338,7 +338,8 @@ def test_a_member_that_is_not_here_in_time_is_gone():
     """As one that falls silent."""
     m = resumed(A, B, C, lost={A.task: 0})
     m.reattached(B, Reattach(9, 4, B.slot), 0.5)
-    assert decisions(m.heartbeat_lost(C, LossReason.LEADER_NOT_FOUND, 7.0)) == [departed(C, (B,))]
+    m.run.note_silence(C)
+    assert decisions(m.agent_lost(C, LossReason.LEADER_NOT_FOUND, 7.0)) == [departed(C, (B,))]
 
 
 def test_the_leader_before_comes_back_with_its_workers():
@@ -366,10 +367,13 @@ def test_who_is_here_without_room_starts_anew():
 def test_silence_of_many_at_once_blames_nobody():
     """Agents that fall silent together are the network's fault; strikes need evidence."""
     m = training(A, B, C)
-    m.heartbeat_lost(B, LossReason.SILENT, 1.0)
-    m.heartbeat_lost(C, LossReason.SILENT, 1.0)
+    m.run.note_silence(B)
+    m.agent_lost(B, LossReason.SILENT, 1.0)
+    m.run.note_silence(C)
+    m.agent_lost(C, LossReason.SILENT, 1.0)
     assert notes(m.tick(1.0), "host_failure") == []
     m = training(A, B, C)
-    m.heartbeat_lost(B, LossReason.SILENT, 1.0)
+    m.run.note_silence(B)
+    m.agent_lost(B, LossReason.SILENT, 1.0)
     m.tick(1.0)
     assert len(notes(m.join(replace(B, attempt=1), 9.0), "host_failure")) == 1

@@ -327,7 +327,8 @@ def restart_of(m: RoundState, state: TaskState) -> ClearHolds:
 def test_a_task_whose_heartbeats_stopped_may_still_run():
     """Its node may be cut off, and return at any time."""
     m = training(A, B, C)
-    m.heartbeat_lost(B, LossReason.SILENT, 5.0)
+    m.run.note_silence(B)
+    m.agent_lost(B, LossReason.SILENT, 5.0)
     assert restart_of(m, held(B.task)) == ClearHolds((B.task,), {B.task: "node2"})
 
 

@@ -48,7 +48,8 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from hpc_elastic.rendezvous import task_recovery
@@ -150,22 +151,14 @@ class FailurePolicy:
     @classmethod
     def resume(cls, entry: LogEntry, rules: RoundRules) -> FailurePolicy:
         """Return the policy of the next leader; the last leader may have died with its round."""
-        counters = entry.counters
-        return cls(
-            rules, restarts=entry.restarts, not_counted=True, progress=counters.progress,
-            failures_without_progress=counters.failures_without_progress,
-            first_of_series=counters.first_of_series,
-            losses=counters.losses, reached=counters.reached, gone=dict(counters.gone),
-            strikes=dict(counters.strikes), exclusions=dict(counters.exclusions),
-            now=entry.claimed,
-        )  # fmt: skip
+        known = {name: copy(value) for name, value in vars(entry.counters).items()}
+        return cls(rules, entry.restarts, not_counted=True, now=entry.claimed, **known)
 
     def counters(self) -> FailureCounters:
         """Return the counters for the next log entry."""
         return FailureCounters(
-            self.progress, self.failures_without_progress, self.first_of_series,
-            self.losses, self.reached, dict(self.gone), dict(self.strikes), dict(self.exclusions),
-        )  # fmt: skip
+            **{f.name: copy(getattr(self, f.name)) for f in fields(FailureCounters)}
+        )
 
     @property
     def excluded(self) -> tuple[str, ...]:

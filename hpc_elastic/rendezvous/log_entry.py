@@ -106,7 +106,7 @@ class LostNode:
 
 @dataclass(frozen=True)
 class FailureCounters:
-    """The failures of the run so far; see `failure_policy`."""
+    """The failures of the run so far: fields of `failure_policy.FailurePolicy`, by their names."""
 
     progress: int | None = None
     """The last step whose checkpoint was announced before this entry."""

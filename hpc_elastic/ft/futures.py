@@ -33,7 +33,30 @@ def make_future(*tensors: torch.Tensor) -> Future[Any]:
 
 def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
     """Return a future with the value or the error of another, or with a TimeoutError."""
-    limited: Future[T] = make_future()
+    return _follow(fut, timeout, make_future())
+
+
+def swallow_errors(
+    fut: Future[T], default: T, timeout: timedelta, on_error: Callable[[Exception], None]
+) -> Future[T]:
+    """Return a future that completes within the time-out, and never with an error.
+
+    If the other one fails or takes too long, the value is ``default``, and ``on_error`` is called
+    with the error, on any thread.
+    """
+
+    def value_of(done: Future[T]) -> T:
+        try:
+            return done.value()
+        except Exception as e:
+            on_error(e)
+            return default
+
+    limited = make_future(*([default] if isinstance(default, torch.Tensor) else []))
+    return _follow(fut, timeout, limited).then(value_of)
+
+
+def _follow(fut: Future[T], timeout: timedelta, limited: Future[T]) -> Future[T]:
     is_open = threading.Lock()
 
     def give_up() -> None:

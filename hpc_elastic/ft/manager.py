@@ -49,6 +49,7 @@ from hpc_elastic.ft.checkpointing import (
     UnusableStateError,
 )
 from hpc_elastic.ft.checkpointing._layout import SMALL_BYTES
+from hpc_elastic.ft.futures import swallow_errors
 from hpc_elastic.ft.manager_client import ManagerClient, find_server, resolve_place
 from hpc_elastic.ft.messages import QuorumResult, StateMismatch
 from hpc_elastic.ft.process_group import (
@@ -58,7 +59,6 @@ from hpc_elastic.ft.process_group import (
     ManagedWork,
     ProcessGroup,
     sum_quantized,
-    swallow_errors,
 )
 from hpc_elastic.ft.quorum import CommittedProgress, random_version
 from hpc_elastic.ft.quorum_client import (
@@ -480,8 +480,8 @@ class Manager:
             timeout: None: the Manager's.
         """
         step = self._step
-        seconds = self._limits.timeout_s if timeout is None else timeout.total_seconds()
-        return swallow_errors(fut, default, seconds, lambda e: self._fail_step(step, e))
+        limit = timedelta(seconds=self._limits.timeout_s) if timeout is None else timeout
+        return swallow_errors(fut, default, limit, lambda e: self._fail_step(step, e))
 
     # ---- queries --------------------------------------------------------------------------
 

@@ -834,35 +834,3 @@ def translate_error(error: RuntimeError, operation: str, group: LiveGroup) -> Ex
         return ProcessGroupError(f"{operation} failed in {group.place}: {text}")
     seconds = f" after {int(match[1]) / 1000:g} s" if match[1] else ""
     return CollectiveTimeoutError(f"{operation} timed out{seconds} in {group.place}: {text}")
-
-
-def swallow_errors(
-    future: Future[T], default: T, timeout_s: float, on_error: Callable[[Exception], None]
-) -> Future[T]:
-    """Return a future that completes within the time-out, and never with an error.
-
-    If the other one fails or takes too long, the value is ``default``, and ``on_error`` is called
-    with the error, on any thread.
-    """
-    result: Future[T] = make_future(*([default] if isinstance(default, torch.Tensor) else []))
-    is_open = threading.Lock()
-
-    def complete(value: T, error: Exception | None) -> None:
-        if is_open.acquire(blocking=False):
-            if error is not None:
-                on_error(error)
-            result.set_result(value)
-
-    def follow(done: Future[T]) -> None:
-        timer.cancel()
-        try:
-            complete(done.value(), None)
-        except Exception as e:
-            complete(default, e)
-
-    error = TimeoutError(f"the future did not complete within {timeout_s:g} s")
-    timer = threading.Timer(timeout_s, complete, (default, error))
-    timer.daemon = True
-    timer.start()
-    future.add_done_callback(follow)
-    return result

@@ -40,8 +40,8 @@ def test_a_managed_allreduce_over_gloo_gives_the_mean(gpus):
 def values_of_a_future_of_nccl(rank, size, store):
     import torch
 
-    from hpc_elastic.ft.futures import future_timeout
-    from hpc_elastic.ft.process_group import ProcessGroupNCCL, swallow_errors
+    from hpc_elastic.ft.futures import future_timeout, swallow_errors
+    from hpc_elastic.ft.process_group import ProcessGroupNCCL
 
     torch.cuda.set_device(rank)
     group = ProcessGroupNCCL(timedelta(seconds=60))
@@ -59,7 +59,7 @@ def values_of_a_future_of_nccl(rank, size, store):
 
     limited = [future_timeout(begin(), timedelta(seconds=60)).wait() for _ in range(TIMES)]
     wrapped = [
-        swallow_errors(begin(), torch.zeros(1, device="cuda"), 60, print).wait()
+        swallow_errors(begin(), torch.zeros(1, device="cuda"), timedelta(seconds=60), print).wait()
         for _ in range(TIMES)
     ]
     return [[x.max().item() for x in limited], [x.max().item() for x in wrapped]]

@@ -2,7 +2,7 @@
 
 The agent's own thread calls `Session`. The connection lives in an event loop on another thread, so
 that heartbeats continue while the agent is busy. If this agent leads, its `Leader` runs in the same
-loop. Both threads use the `SessionState`.
+loop. Both threads use the attributes of the `SessionState`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,103 @@ _SEARCH_TICK_S = 0.05
 _CLAIM_RETRY_S = 0.5
 
 
-class Session:
+Ending = messages.End | messages.Requeue | messages.Departed
+Outcome = messages.RoundInfo | Ending
+
+
+class SessionState:
+    """The last message of each type that the leader has sent."""
+
+    def __init__(self) -> None:
+        self.placed: messages.RoundInfo | None = None
+        """The round that this agent has a place in; None while it waits for one."""
+        self.stop_requested = False
+        """Whether this agent must stop its workers and call `join` again."""
+        self.stacks = 0
+        """Number of the leader's last request for stacks (`hang_diagnosis`); 0 if none."""
+        self.checkpoint_request: CheckpointRequest | None = None
+        """The leader's request to all workers of the round; None if there is none."""
+        self.leader_notice: messages.PreemptionNotice | None = None
+        """The leader's last notice for this node; None if there is none."""
+        self.ending: Ending | None = None
+        self.news = "reading the entries of the run"
+        self.error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    @property
+    def verdict(self) -> messages.End | None:
+        """How the run ended; None while it continues."""
+        return self.ending if isinstance(self.ending, messages.End) else None
+
+    @property
+    def requeued(self) -> messages.Requeue | None:
+        """Set once this node must go back to the queue."""
+        return self.ending if isinstance(self.ending, messages.Requeue) else None
+
+    @property
+    def departed(self) -> messages.Departed | None:
+        """Set once this node has left the run because of its notice."""
+        return self.ending if isinstance(self.ending, messages.Departed) else None
+
+    def wait_for_outcome(
+        self, timeout_s: float, request: Callable[[], None], waited_s: Callable[[], float]
+    ) -> Outcome | None:
+        """Reset the round, request another, and wait for the outcome (agent's thread).
+
+        Returns None if there is none within ``timeout_s``. Raises the error that has ended the
+        event loop's thread.
+        """
+        with self._changed:
+            self.placed, self.checkpoint_request = None, None
+            self.stop_requested, self.stacks = False, 0
+            request()
+            left_s = timeout_s
+            while not self._changed.wait_for(
+                lambda: self.placed or self.ending or self.error, max(left_s, _SEARCH_TICK_S)
+            ):
+                left_s = timeout_s - waited_s()
+                if left_s <= 0:
+                    break
+            if self.error is not None:
+                raise self.error
+            return self.ending or self.placed
+
+    def fail(self, error: BaseException) -> None:
+        """Record the error that ends the rendezvous (event loop's thread)."""
+        _log.error("the rendezvous failed", exc_info=error)
+        with self._changed:
+            self.error = error
+            self.stop_requested = True
+            self._changed.notify_all()
+
+    def handle_message(self, message: messages.RunMessage) -> None:
+        """Store the message of a `Deliver` effect (event loop's thread)."""
+        with self._changed:
+            match message:
+                case messages.RoundInfo():
+                    self.placed = message
+                case messages.Stop(reason):
+                    _log.info("workers are to stop: %s", reason)
+                    self.stop_requested = True
+                case messages.StacksRequest(number):
+                    self.stacks = number
+                case messages.CheckpointRequested(request):
+                    self.checkpoint_request = request
+                case messages.PreemptionNotice():
+                    self.leader_notice = message
+                case messages.End():
+                    self.ending = message
+                case messages.Requeue() | messages.Departed():
+                    self.ending = message
+                    self.stop_requested = True
+                case messages.Waiting(text):
+                    if text != self.news:
+                        _log.info("%s", text)
+                    self.news = text
+            self._changed.notify_all()
+
+
+class Session(SessionState):
     """The agent's connection to its run. All public methods may be called from any thread."""
 
     def __init__(
@@ -78,7 +174,7 @@ class Session:
         progress for a heartbeat. ``ft_socket`` serves this node's workers if they are of a replica
         of their own; it is in a folder that only the owner may enter.
         """
-        self._state = SessionState()
+        super().__init__()
         self._me = me
         self._candidate = candidate
         self._context = context = candidate.context
@@ -131,14 +227,14 @@ class Session:
             TimeoutError: No round closed in time; the message names what is missing.
             RunDirectoryError: The run directory cannot be used.
         """
-        outcome = self._state.wait_for_outcome(
+        outcome = self.wait_for_outcome(
             timeout_s,
             lambda: self.run_in_loop(lambda: self._carry_out(self._following.join(store))),
             lambda: self._following.waited_s,
         )
         if outcome is not None:
             return outcome
-        raise TimeoutError(f"no round closed within {timeout_s:g} s: {self._state.news}")
+        raise TimeoutError(f"no round closed within {timeout_s:g} s: {self.news}")
 
     def add_notice(self, notice: messages.PreemptionNotice) -> None:
         """Put this node under notice: its run saves, and the node leaves the run.
@@ -180,51 +276,6 @@ class Session:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(work, *arguments)
 
-    # ---- what the leader has sent -------------------------------------------------------
-
-    @property
-    def placed(self) -> messages.RoundInfo | None:
-        """The round that this agent has a place in; None while it waits for one."""
-        return self._state.round
-
-    @property
-    def stop_requested(self) -> bool:
-        """Whether this agent must stop its workers and call `join` again."""
-        return self._state.stop_requested
-
-    @property
-    def stacks(self) -> int:
-        """Number of the leader's last request for stacks (`hang_diagnosis`); 0 if none."""
-        return self._state.stacks
-
-    @property
-    def checkpoint_request(self) -> CheckpointRequest | None:
-        """The leader's request to all workers of the round; None if there is none."""
-        return self._state.checkpoint_request
-
-    @property
-    def leader_notice(self) -> messages.PreemptionNotice | None:
-        """The leader's last notice for this node; None if there is none."""
-        return self._state.leader_notice
-
-    @property
-    def verdict(self) -> messages.End | None:
-        """How the run ended; None while it continues."""
-        ending = self._state.ending
-        return ending if isinstance(ending, messages.End) else None
-
-    @property
-    def requeued(self) -> messages.Requeue | None:
-        """Set once this node must go back to the queue."""
-        ending = self._state.ending
-        return ending if isinstance(ending, messages.Requeue) else None
-
-    @property
-    def departed(self) -> messages.Departed | None:
-        """Set once this node has left the run because of its notice."""
-        ending = self._state.ending
-        return ending if isinstance(ending, messages.Departed) else None
-
     def report(self, report: messages.MemberReport) -> None:
         """Report to the leader of the present round; times are of this node's clock."""
         self.run_in_loop(lambda: self._carry_out(self._following.report(report)))
@@ -237,7 +288,7 @@ class Session:
         except asyncio.CancelledError:
             pass
         except BaseException as e:
-            self._state.fail(e)
+            self.fail(e)
         finally:
             self._runner.close()
             self._threads.shutdown(wait=False, cancel_futures=True)
@@ -249,7 +300,7 @@ class Session:
             self._probe_ports.serve(self._context.secret)
             if self.replica is not None:
                 await self.replica.start()
-            while self._state.ending is None and not self._ending:
+            while self.ending is None and not self._ending:
                 self._carry_out(self._following.tick(time.monotonic()))
                 tick_s = _SEARCH_TICK_S if self._stream is None else following_tick_s
                 with contextlib.suppress(TimeoutError):
@@ -277,7 +328,7 @@ class Session:
     def _leave(self, why: str) -> None:
         if self._stream is not None:
             self._stream.send(pack(messages.Leave(why), time.time()))
-        if self._state.ending is not None or self._ending:
+        if self.ending is not None or self._ending:
             return  # the loop ends by itself, once the leader has sent all agents the outcome
         self._ending = True
         if self._main is not None:
@@ -293,7 +344,7 @@ class Session:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._state.fail(error)
+            self.fail(error)
             self._leave("its rendezvous failed")
 
     async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
@@ -385,8 +436,8 @@ class Session:
             if self.replica is not None:
                 self.replica.on_message(message.message)
             return
-        self._state.handle_message(message)
-        if self._state.ending is not None:
+        self.handle_message(message)
+        if self.ending is not None:
             self._over.set()
 
     # ---- following ----------------------------------------------------------------------
@@ -416,7 +467,7 @@ class Session:
             self.replica.on_connect()
         why = "its connection closed"
         try:
-            while self._stream is stream and self._state.ending is None:
+            while self._stream is stream and self.ending is None:
                 message = unpack(await stream.receive(), messages.TO_AGENT, time.time())
                 if self._stream is stream and message is not None:
                     self._carry_out(self._following.received(message, time.monotonic()))
@@ -467,82 +518,6 @@ class Session:
         await leader.wait_until_over()
         if self._leader is leader:
             self._leader = None
-
-
-Ending = messages.End | messages.Requeue | messages.Departed
-Outcome = messages.RoundInfo | Ending
-
-
-class SessionState:
-    """The last message of each type that the leader has sent."""
-
-    def __init__(self) -> None:
-        self.round: messages.RoundInfo | None = None
-        self.stop_requested = False
-        self.stacks = 0
-        self.checkpoint_request: CheckpointRequest | None = None
-        self.leader_notice: messages.PreemptionNotice | None = None
-        self.ending: Ending | None = None
-        self.news = "reading the entries of the run"
-        self.error: BaseException | None = None
-        self._changed = threading.Condition()
-
-    def wait_for_outcome(
-        self, timeout_s: float, request: Callable[[], None], waited_s: Callable[[], float]
-    ) -> Outcome | None:
-        """Reset the round, request another, and wait for the outcome (agent's thread).
-
-        Returns None if there is none within ``timeout_s``. Raises the error that has ended the
-        event loop's thread.
-        """
-        with self._changed:
-            self.round, self.checkpoint_request = None, None
-            self.stop_requested, self.stacks = False, 0
-            request()
-            left_s = timeout_s
-            while not self._changed.wait_for(
-                lambda: self.round or self.ending or self.error, max(left_s, _SEARCH_TICK_S)
-            ):
-                left_s = timeout_s - waited_s()
-                if left_s <= 0:
-                    break
-            if self.error is not None:
-                raise self.error
-            return self.ending or self.round
-
-    def fail(self, error: BaseException) -> None:
-        """Record the error that ends the rendezvous (event loop's thread)."""
-        _log.error("the rendezvous failed", exc_info=error)
-        with self._changed:
-            self.error = error
-            self.stop_requested = True
-            self._changed.notify_all()
-
-    def handle_message(self, message: messages.RunMessage) -> None:
-        """Store the message of a `Deliver` effect (event loop's thread)."""
-        with self._changed:
-            match message:
-                case messages.RoundInfo():
-                    self.round = message
-                case messages.Stop(reason):
-                    _log.info("workers are to stop: %s", reason)
-                    self.stop_requested = True
-                case messages.StacksRequest(number):
-                    self.stacks = number
-                case messages.CheckpointRequested(request):
-                    self.checkpoint_request = request
-                case messages.PreemptionNotice():
-                    self.leader_notice = message
-                case messages.End():
-                    self.ending = message
-                case messages.Requeue() | messages.Departed():
-                    self.ending = message
-                    self.stop_requested = True
-                case messages.Waiting(text):
-                    if text != self.news:
-                        _log.info("%s", text)
-                    self.news = text
-            self._changed.notify_all()
 
 
 def _versions() -> str:

@@ -214,7 +214,7 @@ def test_a_timeout_names_the_missing_nodes(group):
     a = g.agent(0)
     with pytest.raises(TimeoutError):
         a.join(0.1)
-    eventually(lambda: "7_6 (" in a._state.news)
+    eventually(lambda: "7_6 (" in a.news)
     with pytest.raises(TimeoutError) as e:
         a.join(0.1)
     assert "1 of at least 3 nodes have joined" in str(e.value)

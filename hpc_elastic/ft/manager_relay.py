@@ -30,6 +30,7 @@ from hpc_elastic.ft import messages
 from hpc_elastic.ft.manager_state import ManagerState, NodeConnection, RemoteNodes
 from hpc_elastic.transport.auth import AuthenticationError, sign
 from hpc_elastic.transport.connection import (
+    BEATS_PER_SILENCE,
     CONNECTION_ERRORS,
     ClientConnection,
     Listener,
@@ -40,7 +41,6 @@ STORE_KEY = "hpc_elastic/ft/server"
 """Key in a group's store: where its server accepts relays, as ``[address, port]`` in JSON."""
 SILENCE_S = 5.0
 """How long one end waits for a sign of the other, where there is no leader."""
-_BEATS_PER_SILENCE = 5
 _SESSION = 0
 _TRIES, _RETRY_S = 20, 0.25
 
@@ -73,7 +73,6 @@ class Relay:
         silence_s: float | None = None,
     ) -> None:
         self._silence_s = silence_s
-        self._has_received = False
         self._where = address, port
         self._secret = _secret(secret)
         self._hello = {"entry": entry, "host": host}
@@ -119,7 +118,6 @@ class Relay:
                 beating = asyncio.create_task(self._send_heartbeats(stream, self._silence_s))
             while True:
                 frame = await stream.receive()
-                self._has_received = True
                 if frame["type"] == "ft":
                     self._on_message(int(frame["rank"]), messages.unpack(frame["message"]))
         except CONNECTION_ERRORS as e:
@@ -130,14 +128,8 @@ class Relay:
             await stream.close()
 
     async def _send_heartbeats(self, stream: ClientConnection, silence_s: float) -> None:
-        silent_s, pause_s = 0.0, silence_s / _BEATS_PER_SILENCE
-        while silent_s < silence_s:
-            stream.send({"type": "beat"})
-            self._has_received = False
-            await asyncio.sleep(pause_s)
-            silent_s = 0.0 if self._has_received else silent_s + pause_s
+        await stream.send_heartbeats("beat", lambda: silence_s)
         _log.warning("the server of the replica group is silent for %g s", silence_s)
-        stream.abort()
 
     async def _connect(self) -> ClientConnection:
         for tries_left in reversed(range(_TRIES)):
@@ -212,7 +204,7 @@ class RelayPort(RemoteNodes):
         for connection, heard_at in list(self._heard_at.items()):
             if loop.time() - heard_at >= silence_s:
                 connection.abort(f"it is silent for {silence_s:g} s")
-        pause_s = silence_s / _BEATS_PER_SILENCE
+        pause_s = silence_s / BEATS_PER_SILENCE
         self._checker = loop.call_later(pause_s, self._check_for_silence, silence_s)
 
     def on_disconnect(self, connection: NodeConnection, reason: str) -> None:

@@ -303,7 +303,6 @@ _REST_S = 0.25
 """Wait for the server of a group at the end of its rank 0: most often all ranks end together."""
 _ORPHANED_S = 5.0
 """How long the workers of a group may outlive its rank 0."""
-_BEATS_PER_SILENCE = 5
 _RELAY_PURPOSE = "replica group"
 """Purpose of the secret of a group's relays, which all its hosts derive from the user's key."""
 _SILENCE_S = 5.0
@@ -518,7 +517,6 @@ class LighthouseLink:
         self._address = messages.parse_address(lighthouse)
         self._stream: ClientConnection | None = None
         self._silence_s = _SILENCE_S
-        self._has_received = False
 
     def send(self, message: messages.Message) -> None:
         """Queue a message, if there is a connection."""
@@ -550,7 +548,9 @@ class LighthouseLink:
                 continue
             last_failure = None
             self._stream = stream
-            beating = asyncio.create_task(self._send_heartbeats(stream))
+            beating = asyncio.create_task(
+                stream.send_heartbeats("heartbeat", lambda: self._silence_s)
+            )
             try:
                 server.on_connect()
                 while True:
@@ -559,21 +559,9 @@ class LighthouseLink:
                         server.on_message(messages.unpack(raw["message"]))
                     elif raw["type"] == "terms":
                         self._silence_s = float(raw["silence_s"])
-                    self._has_received = True
             except CONNECTION_ERRORS as e:
                 server.on_disconnect(f"the connection to the lighthouse is lost: {e}")
             finally:
                 beating.cancel()
                 self._stream = None
                 await stream.close()
-
-    async def _send_heartbeats(self, stream: ClientConnection) -> None:
-        """Send heartbeats, and drop the connection to a lighthouse that does not answer them."""
-        silent_s = 0.0
-        while silent_s < self._silence_s:
-            stream.send({"type": "heartbeat"})
-            self._has_received = False
-            pause_s = self._silence_s / _BEATS_PER_SILENCE
-            await asyncio.sleep(pause_s)
-            silent_s = 0.0 if self._has_received else silent_s + pause_s
-        stream.abort()

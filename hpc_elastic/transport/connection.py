@@ -11,6 +11,7 @@ import contextlib
 import logging
 import resource
 import socket
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from hpc_elastic.transport import socket_filter
@@ -30,6 +31,7 @@ CONNECT_TIMEOUT_S = 1.5
 WELCOME_TIMEOUT_S = 30.0
 """Long, so that ten thousand agents that connect at once do not all retry."""
 _CLOSE_TIMEOUT_S = 1.0
+BEATS_PER_SILENCE = 5
 BUFFER_BYTES = 1 << 16
 _ACCEPTS_A_TURN = 64
 _ACCEPT_PAUSE_S = 0.2
@@ -52,6 +54,7 @@ class ClientConnection:
         self._reader = reader
         self._writer = writer
         self._signer = signer
+        self._has_received = False
 
     def send(self, message: dict[str, Any]) -> None:
         """Queue a message; the end of the connection shows when the next one is received."""
@@ -60,7 +63,20 @@ class ClientConnection:
 
     async def receive(self) -> dict[str, Any]:
         """Return the next message; ConnectionError at the end, AuthenticationError if forged."""
-        return self._signer.open(await _read_line(self._reader))
+        message = self._signer.open(await _read_line(self._reader))
+        self._has_received = True
+        return message
+
+    async def send_heartbeats(self, type_: str, silence_s: Callable[[], float]) -> None:
+        """Send heartbeats; drop the connection, and return, if the peer is silent for this long."""
+        silent_s = 0.0
+        while silent_s < silence_s():
+            self.send({"type": type_})
+            self._has_received = False
+            pause_s = silence_s() / BEATS_PER_SILENCE
+            await asyncio.sleep(pause_s)
+            silent_s = 0.0 if self._has_received else silent_s + pause_s
+        self.abort()
 
     async def close(self) -> None:
         """Send what was queued and close the connection; drop it if the peer does not read.

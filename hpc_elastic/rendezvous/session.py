@@ -47,10 +47,11 @@ from hpc_elastic.rendezvous.replica_state import replica_name
 from hpc_elastic.transport.connection import (
     ClientConnection,
     Listener,
+    ProbePorts,
     connect,
+    reaches,
 )
 from hpc_elastic.transport.messages import Json, pack, unpack
-from hpc_elastic.transport.probes import ProbePorts, reaches
 from hpc_elastic.worker.shared_page import CheckpointRequest
 
 _log = logging.getLogger(__name__)

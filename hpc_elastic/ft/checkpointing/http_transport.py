@@ -181,7 +181,7 @@ class HTTPTransport(CheckpointTransport[T]):
             return FetchPlan.whole(target[0])
 
         try:
-            self._run_fetch(sources, step, timeout, plan)
+            self.fetch_parts(sources, step, plan, timeout, lambda _: False)
         except HealError as e:
             e.add_note(f"the best source is replica {src_rank}")
             raise
@@ -214,7 +214,17 @@ class HTTPTransport(CheckpointTransport[T]):
         Raises:
             HealError: As `recv_checkpoint`.
         """
-        return self._run_fetch(sources, step, timeout, plan, is_enough)
+        timeout_s, num = _seconds(timeout), self._num_connections
+        fetch = Fetch(sources, self._key, step, timeout_s, num, plan, is_enough)
+        try:
+            with self._lock:
+                if self._aborted:
+                    raise HealError(_ABORTED)
+                self._fetch = fetch
+            return fetch.run()
+        finally:
+            with self._lock:
+                self._fetch = None
 
     def fetch_digests(
         self, source: str, step: int, layout: _layout.StateLayout, timeout: timedelta
@@ -251,26 +261,6 @@ class HTTPTransport(CheckpointTransport[T]):
             fetch = self._fetch
         if fetch:
             fetch.look_again()
-
-    def _run_fetch(
-        self,
-        sources: Sequence[str],
-        step: int,
-        timeout: timedelta,
-        plan: Callable[[_layout.StateLayout], FetchPlan],
-        is_enough: Callable[[set[Range]], bool] = lambda _: False,
-    ) -> set[Range]:
-        timeout_s, num = _seconds(timeout), self._num_connections
-        fetch = Fetch(sources, self._key, step, timeout_s, num, plan, is_enough)
-        try:
-            with self._lock:
-                if self._aborted:
-                    raise HealError(_ABORTED)
-                self._fetch = fetch
-            return fetch.run()
-        finally:
-            with self._lock:
-                self._fetch = None
 
     def abort(self) -> None:
         """See the base class."""

@@ -19,26 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from hpc_elastic.rendezvous import messages
+from hpc_elastic.rendezvous import effects, messages
 from hpc_elastic.rendezvous.decision_log import DecisionLog
-from hpc_elastic.rendezvous.effects import (
-    Announce,
-    Append,
-    ClearHolds,
-    Disconnect,
-    Effect,
-    Exclude,
-    Note,
-    Postpone,
-    QueryQueue,
-    QueryTasks,
-    Readmit,
-    RemoveNotice,
-    RenewLease,
-    Send,
-    Show,
-    places,
-)
 from hpc_elastic.rendezvous.follower_state import REMOVED
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RoundRules, of_known
@@ -250,57 +232,57 @@ class Leader:
 
     # ---- effects ------------------------------------------------------------------------
 
-    def carry_out(self, effect: Effect) -> None:
+    def carry_out(self, effect: effects.Effect) -> None:
         """See `Executor`."""
         scheduler = self._context.scheduler
         match effect:
-            case Send(agents, message):
+            case effects.Send(agents, message):
                 self._send(list(self._agents) if agents is None else agents, message)
-            case Disconnect(agent):
+            case effects.Disconnect(agent):
                 assert agent is not None
                 self._disconnect(agent, "it timed out, or has connected again")
-            case Note(kind, fields):
+            case effects.Note(kind, fields):
                 self._status_writer.append_event(kind, **fields)
-            case Append():
+            case effects.Append():
                 self._start(self._append(effect), self._duties)
-            case Announce():
-                for agent, place in places(effect, self._store or ("", 0)):
+            case effects.Announce():
+                for agent, place in effects.places(effect, self._store or ("", 0)):
                     self._send((agent,), place)
                 self._term.show(time.time())
-            case QueryTasks():
+            case effects.QueryTasks():
                 self._start(self._query_tasks(), self._duties)
-            case QueryQueue(question):
+            case effects.QueryQueue(question):
                 self._start(self._query_queue(question), self._clean_up)
-            case RenewLease():
+            case effects.RenewLease():
                 if not self._is_renewing:  # the file system may hang
                     self._is_renewing = True
                     self._start(self._renew_lease(), self._duties)
-            case Show(status, lines):
+            case effects.Show(status, lines):
                 self._status_writer.write_status(status, lines)
-            case RemoveNotice(name, matches_no_agent):
+            case effects.RemoveNotice(name, matches_no_agent):
                 if matches_no_agent:
                     _log.warning("the notice %s names no task or host of the run", name)
                 assert self._folder is not None
                 self._folder.confirm(name)
                 self._is_notice_confirmed.set()
-            case Postpone(delay_s):
+            case effects.Postpone(delay_s):
                 without = "pending tasks of the run were not postponed"
                 self._start_slurm_call(without, scheduler.postpone_pending, delay_s)
-            case Exclude(hosts, why, until):
+            case effects.Exclude(hosts, why, until):
                 without = f"the run may start on {', '.join(hosts)} again"
                 self._start_slurm_call(without, scheduler.exclude_nodes, hosts, why, until)
-            case Readmit(tasks):
+            case effects.Readmit(tasks):
                 if self._readmitting is None or self._readmitting.done():
                     without = "tasks of the run avoid nodes that may be usable again"
                     self._readmitting = self._start_slurm_call(without, scheduler.readmit, tasks)
-            case ClearHolds(tasks, possibly_alive, failed_on):
+            case effects.ClearHolds(tasks, possibly_alive, failed_on):
                 avoids = sorted({*possibly_alive.values()})
                 write, restart = self._status_writer.append_event, scheduler.restart_tasks
                 write("tasks_restarted", tasks=list(tasks), avoids=avoids)
                 without = "tasks of the run may restart late, or not at all"
                 self._start_slurm_call(without, restart, tasks, possibly_alive, failed_on)
 
-    def publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
+    def publish(self, entry: LogEntry, afterwards: list[effects.Effect]) -> None:
         """See `Executor`."""
         self._start(self._publish(entry, afterwards), self._clean_up)
 
@@ -329,7 +311,7 @@ class Leader:
             work()
         return True
 
-    async def _append(self, append: Append) -> None:
+    async def _append(self, append: effects.Append) -> None:
         """Append an entry, however long the file system takes."""
         entry = append.entry
         while True:
@@ -343,7 +325,7 @@ class Leader:
                 await asyncio.sleep(_RETRY_S)
         self._term.handle(self._state.appended if is_created else self._state.refused)
 
-    async def _publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
+    async def _publish(self, entry: LogEntry, afterwards: list[effects.Effect]) -> None:
         self._term.show(time.time())  # before the result, so that readers take it for the last
         await self._status_writer.publish_result(entry)
         self._term.do(afterwards)
@@ -399,7 +381,7 @@ class Leader:
                 self._term.handle(self._state.log_advanced, index)
             except OSError:
                 if await self._in_thread(log.is_removed):
-                    self._term.do([Send(None, REMOVED)])
+                    self._term.do([effects.Send(None, REMOVED)])
                     work = self._call_if_leading(self._context.cancel_pending)
                     self._start(work, self._clean_up)
                     return

@@ -25,20 +25,7 @@ from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.ft.manager_relay import Relay, RelayPort
 from hpc_elastic.ft.manager_server import ManagerServer
 from hpc_elastic.ft.messages import Message as ReplicaReport
-from hpc_elastic.rendezvous import messages
-from hpc_elastic.rendezvous.effects import (
-    Claim,
-    Connect,
-    Deliver,
-    Disconnect,
-    Effect,
-    Lead,
-    ProbePeers,
-    PublishResult,
-    QuerySlurm,
-    ReadLog,
-    SendToLeader,
-)
+from hpc_elastic.rendezvous import effects, messages
 from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.leader import Leader, LeaderCandidate
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, claim
@@ -353,37 +340,37 @@ class Session(SessionState):
 
     # ---- effects ------------------------------------------------------------------------
 
-    def _carry_out(self, effects: Iterable[Effect]) -> None:
-        remaining = iter(effects)
+    def _carry_out(self, due: Iterable[effects.Effect]) -> None:
+        remaining = iter(due)
         for effect in remaining:
             match effect:
-                case ReadLog():
+                case effects.ReadLog():
                     self._start_task(self._read_log())
-                case Connect(entry):
+                case effects.Connect(entry):
                     self._attempt = self._start_task(self._follow(entry))
-                case Disconnect():
+                case effects.Disconnect():
                     if self._stream is not None:
                         self._stream.abort()
                         self._drop_stream()
                     elif self._attempt is not None:
                         self._attempt.cancel()
-                case SendToLeader(message):
+                case effects.SendToLeader(message):
                     self._send_to_leader(message)
-                case QuerySlurm(task):
+                case effects.QuerySlurm(task):
                     self._start_task(self._query_slurm(task))
-                case Claim():
+                case effects.Claim():
                     self._start_task(self._claim(effect))
-                case Lead(entry):
+                case effects.Lead(entry):
                     assert self._listener is not None
                     self._leader = Leader(self._context, entry, self._listener)
                     self._leader.lead()
                     self._start_task(self._await_end(self._leader))
-                case PublishResult(entry):
+                case effects.PublishResult(entry):
                     self._start_task(self._publish_result(entry, list(remaining)))
                     return
-                case Deliver(message):
+                case effects.Deliver(message):
                     self._deliver(message)
-                case ProbePeers(probe):
+                case effects.ProbePeers(probe):
                     self._start_task(self._probe(probe, self._stream))
 
     async def _read_log(self) -> None:
@@ -396,7 +383,7 @@ class Session(SessionState):
         else:
             self._carry_out(self._following.log_read(number, entry, lease, time.monotonic()))
 
-    async def _publish_result(self, entry: LogEntry, afterwards: list[Effect]) -> None:
+    async def _publish_result(self, entry: LogEntry, afterwards: list[effects.Effect]) -> None:
         writer = self._context.make_status_writer(0)
         await writer.publish_result(entry)
         await writer.close()
@@ -485,7 +472,7 @@ class Session(SessionState):
 
     # ---- leading ------------------------------------------------------------------------
 
-    async def _claim(self, wanted: Claim) -> None:
+    async def _claim(self, wanted: effects.Claim) -> None:
         """Try to append the next entry as the next leader; the agent that appends it leads."""
         await self._stop_leading()
         address, number = self._candidate.address, wanted.number

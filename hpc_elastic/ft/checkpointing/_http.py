@@ -36,7 +36,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from typing import Literal
@@ -47,6 +47,7 @@ import xxhash
 
 from hpc_elastic.ft.checkpointing import _layout
 from hpc_elastic.transport.auth import AuthenticationError, FrameSigner, is_signed, sign
+from hpc_elastic.transport.messages import Json, read_fields
 from hpc_elastic.transport.signed_socket import SocketServer
 
 BLOCK_BYTES = 1 << 20
@@ -113,10 +114,8 @@ def open_request(raw: bytes, key: bytes) -> HealRequest:
             raise AuthenticationError("signed with another key")
         path, _, query = target.partition("?")
         _, token, verb = path.split("/")
-        given = dict(parse_qsl(query, keep_blank_values=True))
-        types = {"int": int, "float": float, "str": str}
-        known = {f.name: types[str(f.type)](given[f.name]) for f in fields(HealRequest)[2:]}
-        return HealRequest(token, verb, **known)  # type: ignore[arg-type]
+        given: Json = dict(parse_qsl(query, keep_blank_values=True))
+        return read_fields(HealRequest, {**given, "token": token, "verb": verb})
     except (ValueError, KeyError, TypeError) as e:
         raise AuthenticationError(f"no request of ours: {raw[:80]!r}") from e
 

@@ -31,6 +31,7 @@ import torch
 from hpc_elastic import tree_codec
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.ft.checkpointing.transport import HealError, UnusableStateError
+from hpc_elastic.transport.messages import read_fields
 
 SMALL_BYTES = 64 << 10
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -68,10 +69,7 @@ class StateLayout:
             known = json.loads(raw)
             if "refused" in known:
                 raise UnusableStateError(f"the peer cannot send its state: {known['refused']}")
-            specs = tuple(
-                Spec(**{**s, "shape": tuple(s["shape"]), "stride": tuple(s["stride"])})
-                for s in known.pop("specs")
-            )
+            specs = tuple(read_fields(Spec, spec) for spec in known.pop("specs"))
             return cls(specs=specs, **known)
         except (ValueError, TypeError, KeyError, AttributeError) as e:
             raise HealError(f"not the layout of a state: {raw[:80]!r} ({e})") from e
@@ -250,7 +248,7 @@ class Target:
         if kind == "tensor":
             return tensor
         if kind == "dtensor":
-            tensor = self._make_dtensor(spec.path, tensor, Sharding.parse(of))
+            tensor = self._make_dtensor(spec.path, tensor, read_fields(Sharding, of))
         if "requires_grad" in of:
             tensor = torch.nn.Parameter(tensor, bool(of["requires_grad"]))
         return tensor
@@ -312,15 +310,6 @@ class Sharding:
             tuple(mesh.mesh_dim_names or ()), local_part(tensor).device.type,
             tuple(tensor.shape), tuple(tensor.stride()),
         )  # fmt: skip
-
-    @classmethod
-    def parse(cls, of: dict[str, Any]) -> Sharding:
-        """Return what `asdict` made, after JSON; raise KeyError or TypeError if it is none."""
-        device = str(of["device"])
-        placements, mesh, names, shape, stride = (
-            tuple(of[key]) for key in ("placements", "mesh", "names", "shape", "stride")
-        )
-        return cls(placements, mesh, names, device, shape, stride)
 
     @property
     def text(self) -> str:

@@ -55,7 +55,7 @@ from typing import Any
 
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.transport import messages
-from hpc_elastic.transport.messages import Json, json_form, pack, read_fields, table_of
+from hpc_elastic.transport.messages import Json, json_form, pack, read_values, table_of
 
 TERM_SHIFT = 20
 NO_QUORUM = -1
@@ -209,10 +209,6 @@ class HealSource:
     metadata: str
 
 
-def _read_sources(raw: Any, now: float) -> tuple[HealSource, ...]:
-    return tuple(read_fields(HealSource, source) for source in raw)
-
-
 def _write_sources(sources: Iterable[HealSource], now: float) -> list[Json]:
     return [vars(source) for source in sources]
 
@@ -242,9 +238,7 @@ class QuorumResult(Message):
     state_version: str
     cohort_rank: int | None
     cohort_size: int
-    sources: tuple[HealSource, ...] = field(
-        default=(), metadata=json_form(_read_sources, _write_sources)
-    )
+    sources: tuple[HealSource, ...] = field(default=(), metadata=json_form(write=_write_sources))
     first_source_of: tuple[int, ...] = ()
     source_of: tuple[int, ...] = ()
     next_store: str = ""
@@ -257,7 +251,8 @@ class QuorumResult(Message):
 
 
 def _read_ranks(raw: Any, now: float) -> tuple[QuorumResult, ...]:
-    return tuple(read_fields(QuorumResult, {**raw[0], **rank}) for rank in raw)
+    first = read_values(QuorumResult, raw[0]) if raw else {}
+    return tuple(QuorumResult(**{**first, **read_values(QuorumResult, rank)}) for rank in raw)
 
 
 def _write_ranks(ranks: Iterable[QuorumResult], now: float) -> list[Json]:

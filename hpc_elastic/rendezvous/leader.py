@@ -23,7 +23,7 @@ from hpc_elastic.rendezvous import effects, messages
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.follower_state import REMOVED
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
-from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RoundRules, of_known
+from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RoundRules
 from hpc_elastic.rendezvous.round_state import RoundPhase
 from hpc_elastic.rendezvous.run_status import waiting_for
 from hpc_elastic.rendezvous.status_writer import StatusWriter
@@ -38,7 +38,7 @@ from hpc_elastic.transport.connection import (
     Listener,
     ServerConnection,
 )
-from hpc_elastic.transport.messages import pack, unpack
+from hpc_elastic.transport.messages import pack, read_fields, unpack
 
 _log = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ class Leader:
 
     def on_connect(self, connection: ServerConnection, hello: dict[str, Any]) -> None:
         """See `ConnectionOwner`."""
-        agent = of_known(Agent, hello)
+        agent = read_fields(Agent, hello)
         with self._fail_on_error():
             self._term.handle(self._state.connected, agent, time.monotonic())
         self._agents[agent] = connection

@@ -31,14 +31,13 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 from hpc_elastic.config.schema import LauncherSettings, RunSettings
 from hpc_elastic.data.batch import THROUGHPUT_UNIT
 from hpc_elastic.shared_files import Steps, create_once
 from hpc_elastic.transport.auth import is_signed, sign
-
-T = TypeVar("T")
+from hpc_elastic.transport.messages import read_fields
 
 
 @dataclass(frozen=True)
@@ -242,35 +241,9 @@ def decode_signed(text: str, secret: bytes) -> LogEntry | None:
         body, mac = str(sealed["entry"]), str(sealed["mac"])
         if not is_signed(secret, f"entry|{body}", mac):
             return None
-        raw = json.loads(body)
-        raw["leader"] = of_known(Endpoint, raw["leader"])
-        raw["members"] = tuple(of_known(Agent, m) for m in raw["members"])
-        raw["ending"] = _ending(raw["ending"]) if raw["ending"] else None
-        raw["counters"] = _counters(raw["counters"])
-        raw["step_times"] = {int(n): float(s) for n, s in raw.get("step_times", {}).items()}
-        return of_known(LogEntry, raw)
+        return read_fields(LogEntry, json.loads(body))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-
-
-def of_known(kind: type[T], raw: Mapping[str, Any]) -> T:
-    """Return a dataclass of the fields that this version knows; TypeError if one is missing."""
-    names = kind.__dataclass_fields__  # type: ignore[attr-defined]
-    return kind(**{name: value for name, value in raw.items() if name in names})
-
-
-def _ending(raw: dict[str, Any]) -> RunEnding:
-    failure = of_known(Failure, raw["failure"]) if raw["failure"] else None
-    secondary_failures = tuple(of_known(Failure, f) for f in raw["secondary_failures"])
-    return RunEnding(raw["status"], failure, secondary_failures, raw.get("results"))
-
-
-def _counters(raw: dict[str, Any]) -> FailureCounters:
-    first = of_known(Failure, raw["first_of_series"]) if raw["first_of_series"] else None
-    strikes = {host: tuple(times) for host, times in raw["strikes"].items()}
-    gone = {task: of_known(LostNode, lost) for task, lost in raw.get("gone", {}).items()}
-    changed = {"first_of_series": first, "strikes": strikes, "gone": gone}
-    return of_known(FailureCounters, {**raw, **changed})
 
 
 # ---- Reading and creating entries on a file system with caches (pure)

@@ -12,10 +12,18 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from hpc_elastic.ft import messages as ft_messages
-from hpc_elastic.rendezvous.log_entry import Failure, RunEnding, of_known
+from hpc_elastic.rendezvous.log_entry import Failure, RunEnding
 from hpc_elastic.slurm.exit_action import Reason
 from hpc_elastic.step_agreement import StepVote
-from hpc_elastic.transport.messages import LEFT_OUT, Json, Message, json_form, pack, table_of
+from hpc_elastic.transport.messages import (
+    LEFT_OUT,
+    Json,
+    Message,
+    json_form,
+    pack,
+    read_fields,
+    table_of,
+)
 from hpc_elastic.worker.shared_page import CheckpointRequest
 
 Address = tuple[str, int]
@@ -28,15 +36,6 @@ class RunMessage(Message):
     """A message of this protocol, or one within an agent."""
 
 
-def _address(raw: Any, now: float) -> Address:
-    address, port = raw
-    return str(address), int(port)
-
-
-def _addresses(raw: Any, now: float) -> tuple[Address, ...]:
-    return tuple(_address(port, now) for port in raw)
-
-
 def _ages(items: Iterable[Any], now: float) -> list[Json]:
     packed = [asdict(item) for item in items]
     for item in packed:
@@ -46,7 +45,9 @@ def _ages(items: Iterable[Any], now: float) -> list[Json]:
 
 def _of_ages(kind: type[T]) -> Callable[[Any, float], tuple[T, ...]]:
     def read(raw: Any, now: float) -> tuple[T, ...]:
-        return tuple(of_known(kind, {**item, "time": now - float(item["age_s"])}) for item in raw)
+        return tuple(
+            read_fields(kind, {**item, "time": now - float(item["age_s"])}) for item in raw
+        )
 
     return read
 
@@ -133,9 +134,9 @@ class Join(RunMessage, type_name="join"):
     """
 
     request: int
-    store: Address = field(default=("", 0), metadata=json_form(_address))
+    store: Address = ("", 0)
     waited_s: float = 0.0
-    probes: Sequence[Address] = field(default=(), metadata=LEFT_OUT | json_form(_addresses))
+    probes: Sequence[Address] = field(default=(), metadata=LEFT_OUT)
     versions: str = field(default="", metadata=LEFT_OUT)
 
 
@@ -146,7 +147,7 @@ class Reattach(RunMessage, type_name="reattach"):
     index: int
     number: int
     replica: int
-    probes: Sequence[Address] = field(default=(), metadata=LEFT_OUT | json_form(_addresses))
+    probes: Sequence[Address] = field(default=(), metadata=LEFT_OUT)
     versions: str = field(default="", metadata=LEFT_OUT)
 
 
@@ -280,7 +281,7 @@ class RoundInfo(RunMessage, type_name="round"):
     """Global rank of this node's first worker."""
     world_size: int
     """Workers in the group."""
-    store: Address = field(default=("", 0), metadata=json_form(_address))
+    store: Address = ("", 0)
     """Address and port of the store of the group."""
     replica: int = 0
     """Number of the replica that the group is, below the most that the run may have."""
@@ -304,10 +305,7 @@ class CheckpointRequested(RunMessage, type_name="checkpoint_request"):
     """The present request to all workers of the round; None: there is none any more."""
 
     request: CheckpointRequest | None = field(
-        metadata=json_form(
-            lambda raw, now: None if raw is None else CheckpointRequest(**raw),
-            lambda request, now: None if request is None else asdict(request),
-        )
+        metadata=json_form(write=lambda request, now: request and asdict(request))
     )
 
 
@@ -323,11 +321,7 @@ class Probe(RunMessage, type_name="probe"):
     """Connect to all these ports of other agents, by task; answer with `Probed`."""
 
     number: int
-    peers: Mapping[str, Sequence[Address]] = field(
-        metadata=json_form(
-            lambda raw, now: {str(task): _addresses(ports, now) for task, ports in raw.items()}
-        )
-    )
+    peers: Mapping[str, Sequence[Address]]
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,18 @@
-"""The JSON form of messages, which are dataclasses (pure).
+"""The JSON form of messages and log entries, which are dataclasses (pure).
 
-A message is a JSON object: the fields of its class, and the ``type`` of the class. A type or a
-field of another version is ignored; a message without one of its fields, or with one that cannot be
-read by its annotation, is malformed. A field may have another JSON form than its value
-(`json_form`).
+A message is a JSON object: the fields of its class, and the ``type`` of the class. A field is read
+by its annotation, unless it has a reader of its own (`json_form`). A type or a field of another
+version is ignored; a message without one of its fields, or with one that cannot be read, is
+malformed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import Field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -20,12 +21,6 @@ Convert = Callable[[Any, float], Any]
 
 LEFT_OUT: dict[str, Any] = {"is_left_out": True}
 """Metadata of a field that is not sent where it has its default."""
-_READ: Mapping[str, Callable[[Any], Any]] = {
-    "int": int, "float": float, "str": str, "bool": bool,
-    "int | None": lambda raw: None if raw is None else int(raw),
-    "str | None": lambda raw: None if raw is None else str(raw),
-    "tuple[int, ...]": tuple, "tuple[str, ...]": tuple,
-}  # fmt: skip
 
 
 class Message:
@@ -45,8 +40,8 @@ def table_of(*kinds: type[M]) -> dict[str, type[M]]:
     return {kind.type_name: kind for kind in kinds}
 
 
-def json_form(read: Convert, write: Convert | None = None) -> dict[str, Any]:
-    """Return the metadata of a field with another JSON form."""
+def json_form(read: Convert | None = None, write: Convert | None = None) -> dict[str, Any]:
+    """Return the metadata of a field that is read or written otherwise."""
     return {"read": read, "write": write}
 
 
@@ -78,21 +73,45 @@ def unpack(raw: Json, types: Mapping[str, type[M]], now: float = 0.0) -> M | Non
 
 def read_fields(kind: type[T], raw: Json, now: float = 0.0) -> T:
     """Return a dataclass of the fields in a JSON object; TypeError if one is missing."""
+    return kind(**read_values(kind, raw, now))
+
+
+def read_values(kind: type[T], raw: Json, now: float = 0.0) -> dict[str, Any]:
+    """Return the values of the fields of a dataclass that a JSON object has."""
     readers = _readers(kind)  # type: ignore[arg-type]  # a class is hashable
-    return kind(**{name: read(raw[name], now) for name, read in readers if name in raw})
+    return {name: read(raw[name], now) for name, read in readers if name in raw}
 
 
 @cache
 def _readers(kind: type[Any]) -> list[tuple[str, Convert]]:
-    return [(f.name, _reader(f)) for f in fields(kind)]
+    hints = get_type_hints(kind)
+    return [(f.name, f.metadata.get("read") or _reader(hints[f.name])) for f in fields(kind)]
 
 
-def _reader(of: Field[Any]) -> Convert:
-    if "read" in of.metadata:
-        read: Convert = of.metadata["read"]
-        return read
-    convert = _READ.get(str(of.type))
-    return lambda raw, now: raw if convert is None else convert(raw)
+def _reader(hint: Any) -> Convert:
+    """Return what reads a value by its annotation."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any or origin in (dict, Literal):
+        return lambda raw, now: raw
+    if hint in (int, float, str, bool):
+        return lambda raw, now: hint(raw)
+    if isinstance(hint, type) and is_dataclass(hint):
+        return lambda raw, now: read_fields(hint, raw, now)
+    if origin in (Union, UnionType):
+        inner = _reader(next(arg for arg in args if arg is not NoneType))
+        return lambda raw, now: None if raw is None else inner(raw, now)
+    readers = [_reader(arg) for arg in args if arg is not ...]
+    if origin in (tuple, Sequence) and len(readers) == 1:
+        (each,) = readers
+        return lambda raw, now: tuple([each(item, now) for item in raw])
+    if origin is tuple:
+        return lambda raw, now: tuple(
+            read(item, now) for read, item in zip(readers, raw, strict=True)
+        )
+    if origin is Mapping:
+        key, value = readers
+        return lambda raw, now: {key(k, now): value(v, now) for k, v in raw.items()}
+    raise TypeError(f"a field of type {hint} needs a reader of its own")
 
 
 @cache

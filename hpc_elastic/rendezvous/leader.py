@@ -79,7 +79,7 @@ class Leader:
         self._closing: asyncio.Task[None] | None = None
         """Releases all resources once the term is over; None before."""
         self._threads = ThreadPoolExecutor(thread_name_prefix="leader")
-        self._store: StoreAddress | None = None
+        self._store: messages.Address = ("", 0)
         """Bootstrap store of the last round's workers."""
         self._readmitting: asyncio.Task[None] | None = None
         self._calls = OptionalCalls()
@@ -246,7 +246,7 @@ class Leader:
             case effects.Append():
                 self._start(self._append(effect), self._duties)
             case effects.Announce():
-                for agent, place in effects.places(effect, self._store or ("", 0)):
+                for agent, place in effects.places(effect, self._store):
                     self._send((agent,), place)
                 self._term.show(time.time())
             case effects.QueryTasks():
@@ -429,9 +429,6 @@ class Leader:
 # ---- Dependencies of a leader
 
 
-StoreAddress = tuple[str, int]
-
-
 @dataclass(frozen=True)
 class LeaderTiming:
     """Intervals at which a leader accesses the run's files; seconds."""
@@ -455,7 +452,7 @@ class LeaderScheduler(Protocol):
     `make_store` may raise `OSError`, and is called again. Any error of the others ends no term.
     """
 
-    def make_store(self) -> StoreAddress:
+    def make_store(self) -> messages.Address:
         """Start a fresh bootstrap store for a round; return its address and port.
 
         torch's may take seconds, since it resolves its own host name.

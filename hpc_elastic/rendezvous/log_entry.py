@@ -31,7 +31,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from hpc_elastic.config.schema import LauncherSettings, RunSettings
 from hpc_elastic.data.batch import THROUGHPUT_UNIT
@@ -360,10 +360,6 @@ class Failure:
         how = self.signal or f"exit code {self.exit_code}"
         what = f"{self.exception}: {self.message}" if self.exception else self.message
         return f"{where}, {how}: {what}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return asdict(self)
 
 
 def is_secondary(failure: Failure) -> bool:

@@ -41,7 +41,7 @@ from typing import Any
 
 from hpc_elastic.rendezvous.effects import Effect, Note, Send, hosts_of
 from hpc_elastic.rendezvous.log_entry import Agent
-from hpc_elastic.rendezvous.messages import Probe, Probed
+from hpc_elastic.rendezvous.messages import Address, Probe, Probed
 
 PROBE_S = 5.0
 """Time limit of an agent for all its probes: with 20 % of packets lost, one gets through."""
@@ -52,7 +52,7 @@ _ALL_PAIRS = 128
 _STEPS = 20_000
 _MAX_NAMED = 8
 
-Endpoints = Sequence[tuple[str, int]]
+Endpoints = Sequence[Address]
 Graph = Mapping[Agent, Collection[Agent]]
 
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 from hpc_elastic.rendezvous.log_entry import LogEntry
@@ -67,11 +68,11 @@ class StatusWriter:
         ending = entry.ending
         assert ending is not None
         folder = f"results/{ending.results or f'round-{entry.round}'}"
+        values = asdict(ending)
         result = {
             "run_id": self._run_id, "status": ending.status, "started": entry.started,
             "ended": time.time(), "rounds": entry.round, "restarts": entry.restarts,
-            "failure": ending.failure.to_json() if ending.failure else None,
-            "secondary_failures": [f.to_json() for f in ending.secondary_failures],
+            "failure": values["failure"], "secondary_failures": values["secondary_failures"],
             "results": folder if ending.status == "succeeded" else None,
         }  # fmt: skip
         text = json.dumps(result, indent=2) + "\n"

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from dataclasses import asdict
 
 import pytest
 
@@ -98,9 +99,7 @@ def test_the_result_of_a_run_that_failed(run):
     """The first failure, and the secondary ones."""
     write(run, publish(ended("failed", CAUSE, (VICTIM,))))
     result = json.loads(run.result.read_text())
-    assert result["failure"] == CAUSE.to_json() and result["secondary_failures"] == [
-        VICTIM.to_json()
-    ]
+    assert result["failure"] == asdict(CAUSE) and result["secondary_failures"] == [asdict(VICTIM)]
     assert result["results"] is None
 
 

@@ -69,8 +69,7 @@ class StateLayout:
             known = json.loads(raw)
             if "refused" in known:
                 raise UnusableStateError(f"the peer cannot send its state: {known['refused']}")
-            specs = tuple(read_fields(Spec, spec) for spec in known.pop("specs"))
-            return cls(specs=specs, **known)
+            return read_fields(cls, known)
         except (ValueError, TypeError, KeyError, AttributeError) as e:
             raise HealError(f"not the layout of a state: {raw[:80]!r} ({e})") from e
 

@@ -71,7 +71,7 @@ READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 20
 
 
-class Message(messages.Message):
+class Message(messages.JsonMessage):
     """Base of the messages of this module."""
 
 

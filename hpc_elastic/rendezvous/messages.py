@@ -18,7 +18,7 @@ from hpc_elastic.step_agreement import StepVote
 from hpc_elastic.transport.messages import (
     LEFT_OUT,
     Json,
-    Message,
+    JsonMessage,
     json_form,
     pack,
     read_fields,
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class RunMessage(Message):
+class RunMessage(JsonMessage):
     """A message of this protocol, or one within an agent."""
 
 

@@ -23,7 +23,7 @@ LEFT_OUT: dict[str, Any] = {"is_left_out": True}
 """Metadata of a field that is not sent where it has its default."""
 
 
-class Message:
+class JsonMessage:
     """Base of the messages of a protocol; the name of a class is its ``type`` unless it has one."""
 
     type_name: ClassVar[str]
@@ -32,7 +32,7 @@ class Message:
         cls.type_name = type_name or cls.__name__
 
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=JsonMessage)
 
 
 def table_of(*kinds: type[M]) -> dict[str, type[M]]:
@@ -45,7 +45,7 @@ def json_form(read: Convert | None = None, write: Convert | None = None) -> dict
     return {"read": read, "write": write}
 
 
-def pack(message: Message, now: float = 0.0) -> Json:
+def pack(message: JsonMessage, now: float = 0.0) -> Json:
     """Return a message as a JSON object; `asdict` copies deeply, and is slower than a signature."""
     packed = {"type": message.type_name, **vars(message)}
     writers = _writers(type(message))  # type: ignore[arg-type]  # a class is hashable

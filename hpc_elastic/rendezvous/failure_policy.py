@@ -367,16 +367,6 @@ def _hardware_failures(
     return blamed
 
 
-# ---- Ranks that are persistently slower than the others (pure)
-# In synchronous training all ranks make the same number of steps a second, since they wait for the
-# slowest. So each node measures its ranks' own share of a step, the *load*, over windows of some
-# seconds (`agent.metrics` has the method and its limits), and sends the loads with its heartbeats.
-#
-# A rank is slow in a window if its load is above 1.3 times the median (of two ranks, the load of
-# the other), and by more than a twentieth of a step, so that it matters. It is a *straggler* after
-# `IN_A_ROW` slow windows, until it has that many windows in a row that are not slow.
-
-
 RATIO = 1.3
 IN_A_ROW = 3
 _SHARE = 0.05
@@ -395,7 +385,17 @@ class _Rank:
 
 @dataclass
 class Stragglers:
-    """The loads of the ranks of one round."""
+    """The loads of the ranks of one round.
+
+    In synchronous training all ranks make the same number of steps a second, since they wait for
+    the slowest. So each node measures its ranks' own share of a step, the *load*, over windows of
+    some seconds (`agent.metrics` has the method and its limits), and sends the loads with its
+    heartbeats.
+
+    A rank is slow in a window if its load is above 1.3 times the median (of two ranks, the load of
+    the other), and by more than a twentieth of a step, so that it matters. It is a *straggler*
+    after `IN_A_ROW` slow windows, until it has that many windows in a row that are not slow.
+    """
 
     _round: int = 0
     _seen: dict[Agent, int] = field(default_factory=dict)

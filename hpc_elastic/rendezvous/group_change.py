@@ -79,15 +79,14 @@ class JoinCandidates(NamedTuple):
     growth: GrowthLimit
 
 
-# ---- Checkpoint boundaries of the members of a round (pure)
-# Workers announce every complete checkpoint. A worker that is to *pause* stays at the checkpoint
-# that it announces. The group may be stopped once every member has announced that checkpoint: a
-# member that passed it before the request arrived is stuck in a collective with those that stay.
-
-
 @dataclass
 class CheckpointBarrier:
-    """The last announced checkpoints of the members of a round."""
+    """The last announced checkpoints of the members of a round.
+
+    Workers announce every complete checkpoint. A worker that is to *pause* stays at the checkpoint
+    that it announces. The group may be stopped once every member has announced that checkpoint: a
+    member that passed it before the request arrived is stuck in a collective with those that stay.
+    """
 
     seen: bool = False
     """Whether any worker of the run has announced a checkpoint yet."""
@@ -499,14 +498,6 @@ class ProgressEstimator:
         return (self._last_at - self._began_at) / self._num_departures
 
 
-# ---- The size up to which a run grows (pure)
-# A run with ``min_efficiency`` grows up to the size beyond which a further node adds less than that
-# part of a node's share (`site.value`). With ``sweep_growth=soonest`` it grows while further
-# nodes are worth more to it than to the other runs of the user (`site.siblings`). A run that
-# has its size *holds* its pending tasks: they stay away from the queue, and may start again when
-# that changes. It releases no node for this.
-
-
 HELD_S = 600.0
 """For how long pending tasks are held at a time: a new leader may not hold them any more."""
 _HELD_AGAIN_S = 400.0
@@ -518,7 +509,14 @@ _CERTAINTY = 1.1
 
 
 class GrowthLimit:
-    """Whether a run holds its pending tasks; monotonic seconds of the leader."""
+    """Whether a run holds its pending tasks; monotonic seconds of the leader.
+
+    A run with ``min_efficiency`` grows up to the size beyond which a further node adds less than
+    that part of a node's share (`site.value`). With ``sweep_growth=soonest`` it grows while further
+    nodes are worth more to it than to the other runs of the user (`site.siblings`). A run that has
+    its size *holds* its pending tasks: they stay away from the queue, and may start again when that
+    changes. It releases no node for this.
+    """
 
     def __init__(self, rules: RoundRules) -> None:
         self.rules = rules

@@ -483,18 +483,6 @@ class LeaderState:
         return [QueryQueue(QueueQuestion(lost, is_short=is_short, trains=trains, grows=grows))]
 
 
-# ---- Heartbeats: which agents are alive, and which have timed out (pure)
-# An agent is lost at once when its connection breaks, and after ``heartbeat_timeout_s`` without a
-# heartbeat. If a tick is late, the leader itself slept or was busy: that time counts for no agent.
-# A member of the last round that does not find a new leader within `HeartbeatConfig.election_s` is
-# lost too.
-#
-# If more than half of the last round's members have timed out (their connections did not close),
-# the leader may itself be cut off.
-#
-# Times are monotonic seconds of the leader's node.
-
-
 _HEARTBEATS_PER_S = 5000
 _PUNCTUAL_S = 0.1
 
@@ -541,7 +529,18 @@ class HeartbeatConfig:
 
 
 class HeartbeatTracker:
-    """The connected agents of a leader, and the members that have timed out."""
+    """The connected agents of a leader, and the members that have timed out.
+
+    An agent is lost at once when its connection breaks, and after ``heartbeat_timeout_s`` without a
+    heartbeat. If a tick is late, the leader itself slept or was busy: that time counts for no
+    agent. A member of the last round that does not find a new leader within
+    `HeartbeatConfig.election_s` is lost too.
+
+    If more than half of the last round's members have timed out (their connections did not close),
+    the leader may itself be cut off.
+
+    Times are monotonic seconds of the leader's node.
+    """
 
     def __init__(self, heartbeat: HeartbeatConfig, expected: Iterable[Agent], now: float) -> None:
         self.heartbeat = heartbeat
@@ -602,11 +601,6 @@ class HeartbeatTracker:
         return len(self._silent) + len(self._expected) <= num_members / 2
 
 
-# ---- Notice files that a leader has claimed, and the agents that they name (pure)
-# A notice is kept until a node that it names has confirmed it. A message may be lost with its
-# connection, and the leader may be cut off from the node without having detected it.
-
-
 MAX_UNMATCHED = 30
 """A notice that matches no connected agent this many times in a row is removed."""
 
@@ -619,7 +613,11 @@ class _Notice:
 
 
 class LeaveRequests:
-    """The notices of one leader."""
+    """The notices of one leader.
+
+    A notice is kept until a node that it names has confirmed it. A message may be lost with its
+    connection, and the leader may be cut off from the node without having detected it.
+    """
 
     def __init__(self) -> None:
         self._notices: dict[str, _Notice] = {}

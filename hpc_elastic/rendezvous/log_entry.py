@@ -246,17 +246,6 @@ def decode_signed(text: str, secret: bytes) -> LogEntry | None:
         return None
 
 
-# ---- Reading and creating entries on a file system with caches (pure)
-# - Exactly one agent creates each index (`create_once`): the content of an entry, with its leader
-#   and its decision, shows which.
-# - The last entry is found in a listing, never by opening the next one's path: a client caches
-#   for a minute that a name is absent.
-# - The file under the other name is removed *behind*: a removal may hang for as long as a dead
-#   node holds a delegation, and a decision does not wait for that.
-# - A lease is a counter that the leader of a term increments as long as it is alive. Readers
-#   measure on their own clock when it changes: no two clocks are compared.
-
-
 class LogFiles(Protocol):
     """A run's entries and leases. Each call may block, and may raise `OSError`."""
 
@@ -274,7 +263,17 @@ class LogFiles(Protocol):
 
 
 class LogSteps:
-    """The procedures on the entries of one run; OSError if the file system does not answer."""
+    """The procedures on the entries of one run; OSError if the file system does not answer.
+
+    - Exactly one agent creates each index (`create_once`): the content of an entry, with its leader
+      and its decision, shows which.
+    - The last entry is found in a listing, never by opening the next one's path: a client caches
+      for a minute that a name is absent.
+    - The file under the other name is removed *behind*: a removal may hang for as long as a dead
+      node holds a delegation, and a decision does not wait for that.
+    - A lease is a counter that the leader of a term increments as long as it is alive. Readers
+      measure on their own clock when it changes: no two clocks are compared.
+    """
 
     def __init__(self, files: LogFiles) -> None:
         self._files = files

@@ -561,23 +561,22 @@ def replica_name(agent: Agent) -> str:
     return f"{agent.task}:{agent.attempt}"
 
 
-# ---- The lighthouse beside its leader (pure)
-# The bridge handles two cases that the lighthouse cannot detect. While the leader may be cut off,
-# no message reaches the lighthouse: another leader may have been elected, whose lighthouse forms
-# quorums of the other replicas. And while a replica ends, a newcomer that has not been in a quorum
-# yet has to wait: if the replica has finished, the run is over, and a newcomer that is left alone
-# would train from the start.
-#
-# The agent of a unit's first node represents the replica. Agents of other nodes, and of spares, are
-# unknown to the lighthouse.
-
-
 SETTLES_WITHIN_S = 2.0
 """Longest time after the end of workers until their agent reports it; usually 0.1 s."""
 
 
 class QuorumBridge:
-    """Connects the agents of one leader to the lighthouse of its term."""
+    """Connects the agents of one leader to the lighthouse of its term.
+
+    The bridge handles two cases that the lighthouse cannot detect. While the leader may be cut off,
+    no message reaches the lighthouse: another leader may have been elected, whose lighthouse forms
+    quorums of the other replicas. And while a replica ends, a newcomer that has not been in a
+    quorum yet has to wait: if the replica has finished, the run is over, and a newcomer that is
+    left alone would train from the start.
+
+    The agent of a unit's first node represents the replica. Agents of other nodes, and of spares,
+    are unknown to the lighthouse.
+    """
 
     def __init__(self, lighthouse: LighthouseState, replicas: ReplicaState) -> None:
         self._lighthouse = lighthouse

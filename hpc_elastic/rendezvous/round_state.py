@@ -97,17 +97,17 @@ class RoundPhase(Enum):
     ENDED = "ended"
 
 
-# ---- Participants: joined, pending and lost agents, and the tasks that are expected (pure)
-# A member of a broken round is *pending* until it has joined again or is lost. A task that Slurm
-# calls RUNNING and that has not joined is *expected*, unless it is the attempt that was lost: Slurm
-# detects a dead node late. An attempt that has joined replaces the earlier ones of its task.
-#
-# Times are monotonic seconds of the leader.
-
-
 @dataclass
 class Participants:
-    """The run's agents and tasks, except the members of the running round."""
+    """The run's agents and tasks, except the members of the running round.
+
+    A member of a broken round is *pending* until it has joined again or is lost. A task that Slurm
+    calls RUNNING and that has not joined is *expected*, unless it is the attempt that was lost:
+    Slurm detects a dead node late. An attempt that has joined replaces the earlier ones of its
+    task.
+
+    Times are monotonic seconds of the leader.
+    """
 
     joined: dict[Agent, float] = field(default_factory=dict)
     """Agents that wait for a round, in the order in which they joined."""
@@ -206,15 +206,14 @@ class Participants:
         return sorted(missing)
 
 
-# ---- The members of the last round, by rank and by task (pure)
-# A group has whole *units* of ``unit_nodes`` nodes, with consecutive ranks. Ranks are stable: the
-# members of a unit that goes on keep their order. A unit that has lost nodes is completed, by nodes
-# below the same switch if there are any. New units follow, each of nodes that are near each other.
-# The nodes that remain are *spares*: they wait for a place.
-
-
 class RankAssignment:
-    """Ranks of the members of a round; looked up in constant time."""
+    """Ranks of the members of a round; looked up in constant time.
+
+    A group has whole *units* of ``unit_nodes`` nodes, with consecutive ranks. Ranks are stable: the
+    members of a unit that goes on keep their order. A unit that has lost nodes is completed, by
+    nodes below the same switch if there are any. New units follow, each of nodes that are near each
+    other. The nodes that remain are *spares*: they wait for a place.
+    """
 
     def __init__(self, members: tuple[Agent, ...] = ()) -> None:
         self.members = members

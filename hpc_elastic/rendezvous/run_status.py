@@ -98,13 +98,6 @@ def _apart_warnings(apart: Sequence[tuple[int, int]]) -> Iterator[str]:
     )
 
 
-# ---- The lines of progress.jsonl, and the throughput of the group
-# A change of the group is written at once, after a line with the last status before the change.
-# Otherwise a line is written every `SHORTEST_S`; in a run older than `DENSE_S`, every 2000th part
-# of its age. So a run of a day has about 6,000 lines and one of a year 18,000 (4 MB), besides the
-# changes, which the event log has as well. Lines never change: the next leader appends to them.
-
-
 SHORTEST_S = 5.0
 DENSE_S = 10_000.0
 """Age up to which a run has a line every `SHORTEST_S`."""
@@ -126,7 +119,13 @@ def line_of(status: Mapping[str, Any]) -> Json:
 
 
 class ProgressLog:
-    """Selects the lines of progress.jsonl for one leader."""
+    """Selects the lines of progress.jsonl for one leader.
+
+    A change of the group is written at once, after a line with the last status before the change.
+    Otherwise a line is written every `SHORTEST_S`; in a run older than `DENSE_S`, every 2000th part
+    of its age. So a run of a day has about 6,000 lines and one of a year 18,000 (4 MB), besides the
+    changes, which the event log has as well. Lines never change: the next leader appends to them.
+    """
 
     def __init__(self) -> None:
         self._steps = self._samples = ThroughputMeter(_RATE_WINDOW_S)

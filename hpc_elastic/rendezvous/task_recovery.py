@@ -127,28 +127,6 @@ def longest_join_s(join_timeout_s: float, below_min_timeout_s: float | None) -> 
     return max(join_timeout_s, (LONGEST_WAIT + 1.0) * below_min_timeout_s)
 
 
-# ---- Recovery of lost tasks (pure)
-# Slurm holds a task that it requeues for two minutes, even on an idle cluster. It may not requeue a
-# task at all that it ended because of a preemption, the time limit or a dead node, nor a task whose
-# agent was killed. A task that exits cleanly requeues itself. The leader *restarts* any other: once
-# Slurm has reported it so for ``CONFIRM_LOST_S``, and again every ``AGAIN_S`` until it moves, since
-# a command to Slurm may be lost. Tasks that the run itself requeued stay away, unless Slurm reports
-# that they have ended: the node died before the agent requested the next attempt of its task.
-#
-# A restarted task that has not moved for ``GIVE_UP_S`` has ended for good.
-#
-# A task may fail before its agent joins: its node cannot write its log, lacks the Python
-# environment, or has no memory left. Slurm then reports it as FAILED, or holds it for good. The
-# leader restarts it too, on another node (`failure_policy`), until it has failed ``START_TRIES``
-# times in a row: a failure on every node is not the fault of a node. A new leader counts from zero.
-# A run that has trained shows that its tasks can start: the file system may be away, for instance.
-# So its tasks are tried ``OUTAGE_TRIES`` times more on any node, with growing pauses, in an hour.
-#
-# The end of an attempt is unknown if its heartbeats stopped, or if Slurm reported its end while its
-# agent still sent messages. It may still run on its node, and the task must not start there yet
-# (`hpc_elastic.slurm.requeue`).
-
-
 CONFIRM_LOST_S = 2.0
 """A requeue changes the task's start time more than once while its last attempt ends."""
 AGAIN_S = 15.0
@@ -176,7 +154,30 @@ class FailedStart:
 
 @dataclass
 class LostTaskRecovery:
-    """The lost tasks of a run; monotonic seconds of the leader."""
+    """The lost tasks of a run; monotonic seconds of the leader.
+
+    Slurm holds a task that it requeues for two minutes, even on an idle cluster. It may not requeue
+    a task at all that it ended because of a preemption, the time limit or a dead node, nor a task
+    whose agent was killed. A task that exits cleanly requeues itself. The leader *restarts* any
+    other: once Slurm has reported it so for ``CONFIRM_LOST_S``, and again every ``AGAIN_S`` until
+    it moves, since a command to Slurm may be lost. Tasks that the run itself requeued stay away,
+    unless Slurm reports that they have ended: the node died before the agent requested the next
+    attempt of its task.
+
+    A restarted task that has not moved for ``GIVE_UP_S`` has ended for good.
+
+    A task may fail before its agent joins: its node cannot write its log, lacks the Python
+    environment, or has no memory left. Slurm then reports it as FAILED, or holds it for good. The
+    leader restarts it too, on another node (`failure_policy`), until it has failed ``START_TRIES``
+    times in a row: a failure on every node is not the fault of a node. A new leader counts from
+    zero. A run that has trained shows that its tasks can start: the file system may be away, for
+    instance. So its tasks are tried ``OUTAGE_TRIES`` times more on any node, with growing pauses,
+    in an hour.
+
+    The end of an attempt is unknown if its heartbeats stopped, or if Slurm reported its end while
+    its agent still sent messages. It may still run on its node, and the task must not start there
+    yet (`hpc_elastic.slurm.requeue`).
+    """
 
     possibly_alive: dict[str, str] = field(default_factory=dict)
     """Task -> the node where it may still run, since its end is unknown."""
@@ -372,14 +373,6 @@ def _place(state: TaskState) -> int | str:
     return state.task if state.slot is None else state.slot
 
 
-# ---- When a leader queries Slurm for the states of the run's tasks (pure)
-# At once when a round begins to form, then less and less often, but soon after an agent has joined.
-# The interval is longer from the start (*gently*) if only a lost task depends on the answer. Many
-# agents that join cause no more queries than one. To limit the load on slurmctld, the leader waits
-# at least ten times the latency of the last answer, and queries at most five thousand tasks a
-# second.
-
-
 _SLURM_FIRST_S, _SLURM_LONGEST_S, _SLURM_SHARE = 0.5, 60.0, 10.0
 _LONGER = 2.0
 _GENTLY_S = 5.0
@@ -389,7 +382,14 @@ _TASKS_PER_S = 5000
 
 @dataclass
 class SlurmPollSchedule:
-    """Times of a leader's queries; its monotonic seconds."""
+    """Times of a leader's queries of the tasks of a run; its monotonic seconds.
+
+    It queries at once when a round begins to form, then less and less often, but soon after an
+    agent has joined. The interval is longer from the start (*gently*) if only a lost task depends
+    on the answer. Many agents that join cause no more queries than one. To limit the load on
+    slurmctld, the leader waits at least ten times the latency of the last answer, and queries at
+    most five thousand tasks a second.
+    """
 
     about: object = None
     """Subject of the last query: another forming is queried at once."""

@@ -156,30 +156,6 @@ class Term(Gate):
         self.do([Readmit(run.recovery.awaited_tasks(run.participants.lost))])
 
 
-# ---- Shared files, written by leaders that may not know yet that their term is over (pure)
-# Theory of operation
-# -------------------
-# A run has one *term folder*, ``rdzv/term.<term>``. Each new leader renames it to its own term.
-# All files that a leader writes pass through the folder: ``status.json`` is staged there and
-# renamed into its place, and a notice file is claimed by a rename into the folder. A rename has one
-# outcome for all nodes. So once a leader has the folder, all writes of earlier leaders fail,
-# however late they come: from a queue of a thread, or from a process that was stopped meanwhile.
-#
-# - The folder never returns to an earlier term: a leader reads its name first, and leaves it alone
-#   if it has a later term. If a stale cache shows an earlier name, the rename fails, and the leader
-#   reads the name again.
-# - The first folder, ``term.0``, is made with the run. A leader makes none: a second folder would
-#   fence no leader.
-# - A claimed notice stays in the folder until its node has confirmed it. If the leader is deposed
-#   before that, the notice moves with the folder, and the next leader sends it to the node.
-# - Lines of ``progress.jsonl`` are appended right after the status was replaced. No rename fences
-#   them: if a process is stopped between the two, one append may come too late. Each line has its
-#   term, and readers ignore a line that follows one of a later term (`report.progress_log`).
-#
-# The procedures are generators (`log_entry`): threads of the leader carry them out on files
-# (`RunFiles`), and the simulator in virtual time.
-
-
 _TRIES = 3
 _ALL_EVERY = 10
 """Interval, in searches for notices, in which the term folder is listed too."""
@@ -228,6 +204,26 @@ class SharedFiles(Protocol):
 
 class TermFolder:
     """The shared files in the term of one leader.
+
+    A run has one *term folder*, ``rdzv/term.<term>``. Each new leader renames it to its own term.
+    All files that a leader writes pass through the folder: ``status.json`` is staged there and
+    renamed into its place, and a notice file is claimed by a rename into the folder. A rename has
+    one outcome for all nodes. So once a leader has the folder, all writes of earlier leaders fail,
+    however late they come: from a queue of a thread, or from a process that was stopped meanwhile.
+
+    - The folder never returns to an earlier term: a leader reads its name first, and leaves it
+      alone if it has a later term. If a stale cache shows an earlier name, the rename fails, and
+      the leader reads the name again.
+    - The first folder, ``term.0``, is made with the run. A leader makes none: a second folder would
+      fence no leader.
+    - A claimed notice stays in the folder until its node has confirmed it. If the leader is deposed
+      before that, the notice moves with the folder, and the next leader sends it to the node.
+    - Lines of ``progress.jsonl`` are appended right after the status was replaced. No rename fences
+      them: if a process is stopped between the two, one append may come too late. Each line has its
+      term, and readers ignore a line that follows one of a later term (`report.progress_log`).
+
+    The procedures are generators (`log_entry`): threads of the leader carry them out on files
+    (`RunFiles`), and the simulator in virtual time.
 
     Methods raise TermOverError if another agent leads. After an OSError they may be called again.
     """
@@ -332,12 +328,6 @@ def _as_line(status: Json | None) -> list[Json]:
     return []
 
 
-# ---- The files of a run that its leaders share, on the file system
-# A notice is a file in ``<run>/preempt/`` with the name of a task (``40_3``), of a host, or
-# ``all``: the run leaves these nodes. Its content is the number of seconds until the deadline;
-# empty: ten minutes.
-
-
 _log = logging.getLogger(__name__)
 
 DEFAULT_LEFT_S = 600.0
@@ -349,7 +339,12 @@ _LONGEST_NAME = 255 - len(_NOTICE)
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The files of one run; all calls may block, see `SharedFiles`."""
+    """The files of one run; all calls may block, see `SharedFiles`.
+
+    A notice is a file in ``<run>/preempt/`` with the name of a task (``40_3``), of a host, or
+    ``all``: the run leaves these nodes. Its content is the number of seconds until the deadline;
+    empty: ten minutes.
+    """
 
     run: RunDir
 

@@ -285,13 +285,6 @@ class HTTPTransport(CheckpointTransport[T]):
         self._server.close(wait=wait)
 
 
-# ---- one fetch: from several sources, over several connections at once, into memory of the caller
-# Each connection has a thread: it gets the layout, then one range after the other. What the sources
-# must have in common is the layout, with the step and all values in it: that of the best source
-# that answers counts, and others that differ are left out. A source that fails or is slow is left
-# out, too, as long as there is another.
-
-
 CONNECT_TIMEOUT_S = 5.0
 _BEST_S = 1.0
 """The layout of the best source may come this much later than another's."""
@@ -321,7 +314,13 @@ class FetchPlan:
 
 
 class Fetch:
-    """One fetch of a state: `run` once."""
+    """One fetch of a state: `run` once.
+
+    Each connection has a thread: it gets the layout, then one range after the other. What the
+    sources must have in common is the layout, with the step and all values in it: that of the best
+    source that answers counts, and others that differ are left out. A source that fails or is slow
+    is left out, too, as long as there is another.
+    """
 
     def __init__(
         self,
@@ -594,13 +593,6 @@ class Fetch:
         _http.check_sums(key, request.nonce, sums, _http.receive(connection, rest))
 
 
-# ---- Which range of a state is fetched from which source (pure)
-# A fetcher that is free takes the next range, so a fast source gives more. Small tensors come from
-# one source, the *owner*; if it fails, all of them are taken again from the next. Where nothing is
-# left to take, a free fetcher has the slowest of the others cut off, if that takes much longer than
-# any range before.
-
-
 PIECE_BYTES = 8 << 20
 _SLOW_FACTOR = 4.0
 _LEAST_SLOW_S = 0.25
@@ -626,7 +618,13 @@ class Fetcher:
 
 @dataclass
 class RangeScheduler:
-    """The ranges of one state: ``small`` ones, which are the owner's, and others in their order."""
+    """The ranges of one state: ``small`` ones, which are the owner's, and others in their order.
+
+    A fetcher that is free takes the next range, so a fast source gives more. Small tensors come
+    from one source, the *owner*; if it fails, all of them are taken again from the next. Where
+    nothing is left to take, a free fetcher has the slowest of the others cut off, if that takes
+    much longer than any range before.
+    """
 
     small: Sequence[Range]
     rest: Sequence[Range]

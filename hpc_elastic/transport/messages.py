@@ -67,7 +67,7 @@ def unpack(raw: Json, types: Mapping[str, type[M]], now: float = 0.0) -> M | Non
         return None
     try:
         return read_fields(kind, raw, now)
-    except (TypeError, KeyError, AttributeError) as e:
+    except (TypeError, KeyError, AttributeError, OverflowError) as e:
         raise ValueError(f"malformed message {raw['type']!r}: {e}") from e
 
 

@@ -131,6 +131,7 @@ def test_a_message_of_another_version_is_read_as_far_as_it_is_known():
     [
         {"type": "notice", "left_s": 5.0},
         {"type": "notice", "reason": "signal", "left_s": "soon"},
+        {"type": "finished", "index": float("inf")},
         {"type": "join", "request": 1, "probes": [7]},
         {"type": "failed", "index": 4, "failures": [{"task": "7_0"}]},
         {"type": "stacks", "index": 4, "number": 1, "ranks": 7},

@@ -228,7 +228,6 @@ class Resumption:
     run: RunDir
     spec: RunSpec
     plan: Plan
-    scripts: tuple[Path, ...]
     entry: LogEntry
 
     @property
@@ -280,7 +279,7 @@ def resume(path: Path, overrides: Sequence[str]) -> tuple[Resumption, RunHandle]
         remedy = "nothing was submitted; resume it again once that is cured"
         raise RunDirectoryError(f"{e.filename or path}: {e.strerror or e}: {remedy}") from e
     try:
-        jobs = submit.start(resumption.plan, resumption.scripts)
+        jobs = submit.start(resumption.plan)
     except BaseException:  # the generation has passed nevertheless
         for file in _endings(run):
             with contextlib.suppress(OSError):
@@ -347,7 +346,7 @@ def _prepare(
     yet.
     """
     plan = submit.lay_out([RunRequest(run.path, settings, spec.entry)], Path(spec.submission))
-    (preemptions,) = submit.query_backend(plan)
+    (terms,) = submit.query_terms(plan)
     name = spec.run_id.rsplit("-", 3)[0]  # see `make_run_id`
     python = str(spec.provenance.get("python") or "")
     cwd = Path(str(spec.provenance.get("cwd") or spec.entry.cwd))
@@ -361,7 +360,7 @@ def _prepare(
     if (0 if last is None else last.generation) != generation_before:
         raise _resumed_by_another(run)
     try:
-        written = submit.write_arrays(plan, scripts)
+        submit.write_arrays(plan, scripts)
     except submit.ArrayTakenError:
         raise
     except OSError as e:
@@ -370,10 +369,10 @@ def _prepare(
     generation = max(spec.generation, generation_before) + 1
     settings = plan.runs[0].settings
     next_spec = replace(
-        spec, tasks=plan.tasks[0], settings=settings, terms=submit.terms_of(settings, preemptions),
-        file_env=read_env_file(settings.launcher.env_file), generation=generation,
+        spec, tasks=plan.tasks[0], settings=settings, terms=terms, generation=generation,
+        file_env=read_env_file(settings.launcher.env_file),
     )  # fmt: skip
-    return Resumption(run, next_spec, plan, written, resume_entry(index + 1, last, generation))
+    return Resumption(run, next_spec, plan, resume_entry(index + 1, last, generation))
 
 
 def _begin_generation(resumption: Resumption) -> None:

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.launcher.plan import Plan, Prepared
+from hpc_elastic.launcher.plan import Plan
 from hpc_elastic.launcher.run_handle import SubmittedJobs
 from hpc_elastic.run.directory import Submission
 
@@ -35,18 +35,20 @@ def report_file() -> Path | None:
     return Path(path) if path else None
 
 
-def report_submission(file: Path, prepared: Prepared, jobs: SubmittedJobs) -> None:
+def report_submission(
+    file: Path, plan: Plan, runs: Mapping[str, Path], jobs: SubmittedJobs
+) -> None:
     """Report a submission, the first one only; a launcher of local runs leaves its terminal first.
 
-    When a sweep's second batch is submitted, the command has returned.
+    ``runs`` are the directories by run id. When a sweep's second batch is submitted, the command
+    has returned.
     """
-    plan, log = prepared.plan, None
+    log = None
     if plan.backend == "local":
         if os.getsid(0) == os.getpid():  # it has left the terminal already
             return
         log = log_of(plan)
         leave_terminal(log)
-    runs = zip(prepared.specs, plan.runs, strict=True)
     entry = {
         "launcher": plan.backend,
         "sweep": str(plan.submission.parent),
@@ -54,13 +56,8 @@ def report_submission(file: Path, prepared: Prepared, jobs: SubmittedJobs) -> No
         "result_job": jobs.result_job,
         "log": None if log is None else str(log),
         "pid": os.getpid() if log is not None else None,
-        "runs": [{"run_id": spec.run_id, "run": str(run.dir)} for spec, run in runs],
+        "runs": [{"run_id": run_id, "run": str(path)} for run_id, path in runs.items()],
     }
-    append_report(file, entry)
-
-
-def append_report(file: Path, entry: Mapping[str, Any]) -> None:
-    """Append one submission to a report file."""
     with file.open("a") as f:
         f.write(json.dumps(entry) + "\n")
 

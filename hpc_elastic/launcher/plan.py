@@ -31,7 +31,7 @@ from typing import Any, Literal
 from hpc_elastic._util import counted
 from hpc_elastic.config.schema import Backend, LauncherSettings, RunSettings
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.run.directory import Entry, RunSpec
+from hpc_elastic.run.directory import Entry, Submission
 
 SWEEP_WIDE = ("wait", "queue_order", "code_snapshot", "dry_run", "poll_interval_s", "result_job")
 """Settings of the submission itself: one value for all runs of a sweep."""
@@ -95,6 +95,12 @@ class Plan:
         """The launcher that the plan is for."""
         return self.runs[0].settings.backend
 
+    @property
+    def scripts(self) -> list[Path]:
+        """The batch script of each array; none with ``launcher=local``."""
+        arrays = self.arrays if self.backend == "slurm" else ()
+        return [Submission(self.submission).array(array.number).script for array in arrays]
+
     @cached_property
     def tasks(self) -> list[list[tuple[int, int]]]:
         """For each run the (array number, index) of each of its slots."""
@@ -126,15 +132,6 @@ class Plan:
                 what += "" if array.after is None else f", once array {array.after} has started"
             lines.append(f"  array {array.number}: {what}")
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A plan whose files are written; ``scripts`` is empty with ``launcher=local``."""
-
-    plan: Plan
-    scripts: tuple[Path, ...]
-    specs: tuple[RunSpec, ...]
 
 
 def make_plan(

@@ -104,7 +104,7 @@ class SlurmJobs:
         """Do nothing: tasks that are left cancel themselves when their run has ended."""
 
 
-def submit(plan: Plan, scripts: Sequence[Path], client: SlurmClient | None = None) -> SlurmJobs:
+def submit(plan: Plan, client: SlurmClient | None = None) -> SlurmJobs:
     """Submit the batch script of every array of a plan.
 
     Where the answer of sbatch was lost, its job is looked for by the script, and adopted.
@@ -120,7 +120,7 @@ def submit(plan: Plan, scripts: Sequence[Path], client: SlurmClient | None = Non
     sweep = plan.submission.parent
     ids: dict[int, str] = {}
     result_job: str | None = None
-    for array, script in zip(plan.arrays, scripts, strict=True):
+    for array, script in zip(plan.arrays, plan.scripts, strict=True):
         assert isinstance(array.launcher, SlurmSettings)
         flags = [] if array.after is None else [f"--dependency=after:{ids[array.after]}"]
         try:

@@ -27,7 +27,7 @@ from hpc_elastic.config.resolve import read_env_file
 from hpc_elastic.config.schema import LauncherSettings, LocalSettings, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, HpcElasticError, RunDirectoryError
 from hpc_elastic.launcher import batch_script, detach
-from hpc_elastic.launcher.plan import Plan, Prepared, RunRequest, make_plan
+from hpc_elastic.launcher.plan import Plan, RunRequest, make_plan
 from hpc_elastic.launcher.progress import location
 from hpc_elastic.launcher.run_handle import RunHandle, SubmittedJobs
 from hpc_elastic.launcher.user_code import link_snapshot, provenance, take_snapshot
@@ -75,21 +75,20 @@ def submit(requests: Sequence[RunRequest], *, sweep: Path, name: str) -> list[Ru
             used again.
         KeyboardInterrupt: Its text states what has become of the runs.
     """
-    prepared = prepare(requests, sweep=sweep, name=name)
-    plan = prepared.plan
+    plan, specs = prepare(requests, sweep=sweep, name=name)
     folders = [run.dir for run in plan.runs]
     where = location(folders, sweep, Path.cwd())
     if plan.launcher.dry_run:
-        print(plan, *(f"{RENDERED}{script}" for script in prepared.scripts), where, sep="\n")
+        print(plan, *(f"{RENDERED}{script}" for script in plan.scripts), where, sep="\n")
         return []
     with withdrawn_if_refused(plan):
-        jobs = start(plan, prepared.scripts)
+        jobs = start(plan)
     with released_on_failure(jobs):
-        run_ids = [spec.run_id for spec in prepared.specs]
-        registry.add(dict(zip(run_ids, folders, strict=True)))
-        handles = handles_of(plan, prepared.specs, jobs)
+        by_id = dict(zip((spec.run_id for spec in specs), folders, strict=True))
+        registry.add(by_id)
+        handles = handles_of(plan, specs, jobs)
         if (report := detach.report_file()) is not None:
-            detach.report_submission(report, prepared, jobs)
+            detach.report_submission(report, plan, by_id, jobs)
         elif not is_awaited(plan.launcher):
             print(plan, where, jobs.release(), sep="\n")
     return handles
@@ -100,12 +99,12 @@ def is_awaited(launcher: LauncherSettings) -> bool:
     return not launcher.dry_run and (launcher.wait or isinstance(launcher, LocalSettings))
 
 
-def start(plan: Plan, scripts: Sequence[Path]) -> SubmittedJobs:
+def start(plan: Plan) -> SubmittedJobs:
     """Hand a plan, whose files are written, to Slurm or to this machine."""
     if plan.backend == "slurm":
         from hpc_elastic.launcher import slurm
 
-        return slurm.submit(plan, scripts)
+        return slurm.submit(plan)
     from hpc_elastic.launcher import local
 
     return local.submit(plan)
@@ -160,10 +159,12 @@ def ended_by_interrupt() -> Iterator[None]:
 # ---- files
 
 
-def prepare(requests: Sequence[RunRequest], *, sweep: Path, name: str) -> Prepared:
+def prepare(
+    requests: Sequence[RunRequest], *, sweep: Path, name: str
+) -> tuple[Plan, list[RunSpec]]:
     """Plan the runs of one sweep directory, and write all their files.
 
-    Raises ConfigError as `lay_out` and `query_backend` do, or if a setting cannot be written.
+    Raises ConfigError as `lay_out` and `query_terms` do, or if a setting cannot be written.
     Raises RunDirectoryError if a run directory cannot be written or holds another run, and
     SubmissionError if Slurm does not answer or the snapshot of the code failed.
     """
@@ -173,9 +174,9 @@ def prepare(requests: Sequence[RunRequest], *, sweep: Path, name: str) -> Prepar
         print(f"{flags}: workers have no flags of this Python, but its variables", file=sys.stderr)
     remove_rendered([request.dir for request in requests], sweep / SUBMISSION)
 
-    def prepare_again() -> Prepared:
+    def prepare_again() -> tuple[Plan, list[RunSpec]]:
         plan = lay_out(requests, sweep / SUBMISSION)
-        return write(plan, name, provenance=found, preemptions=query_backend(plan))
+        return plan, write(plan, name, provenance=found, terms=query_terms(plan))
 
     return with_free_numbers(prepare_again)
 
@@ -228,20 +229,21 @@ def lay_out(requests: Sequence[RunRequest], submission: Path) -> Plan:
     return make_plan(requests, submission, max_array_size=size, first_array=next_array(submission))
 
 
-def query_backend(plan: Plan) -> Sequence[Sequence[Preemption] | None]:
-    """Return how tasks of each run's pools are preempted; None for a run with launcher=local.
+def query_terms(plan: Plan) -> list[list[PoolTerms]]:
+    """Return the terms of each run's pools.
 
     Raises ConfigError if the cluster or this machine cannot hold a run.
     """
     if plan.backend == "slurm":
         from hpc_elastic.launcher.slurm import query_partitions
 
-        return query_partitions(plan.runs)
+        known = zip(plan.runs, query_partitions(plan.runs), strict=True)
+        return [terms_of(run.settings, preemptions) for run, preemptions in known]
     if not plan.launcher.dry_run:
         from hpc_elastic.launcher.local import require_possible
 
         require_possible(plan)
-    return [None] * len(plan.runs)
+    return [terms_of(run.settings) for run in plan.runs]
 
 
 def write(
@@ -249,11 +251,11 @@ def write(
     name: str,
     *,
     provenance: Mapping[str, Any] | None = None,
-    preemptions: Sequence[Sequence[Preemption] | None] | None = None,
-) -> Prepared:
+    terms: Sequence[list[PoolTerms]] = (),
+) -> list[RunSpec]:
     """Write the run directories, the array files and the batch scripts of a plan.
 
-    ``preemptions`` are those of each run's pools; None: as on this machine. Raises ConfigError if a
+    ``terms`` are those of each run's pools, by default as on this machine. Raises ConfigError if a
     setting cannot be written into the batch script; RunDirectoryError if a run directory cannot be
     written, holds another run, or is another user's (`run.ownership`); ArrayTakenError if another
     submission has the numbers (`with_free_numbers`); SubmissionError if the snapshot of the code
@@ -272,20 +274,17 @@ def write(
             if run.path.is_dir():
                 used = (run.rdzv, run.results, run.notices, run.event_logs, run.hydra, run.tasks)
                 ownership.claim(run.path, *used)
-        written = write_arrays(plan, scripts)
+        write_arrays(plan, scripts)
         entries = [run.entry for run in plan.runs]
         if plan.launcher.code_snapshot:
             entries = take_snapshot(entries, plan.submission)
-        known = preemptions or [None] * len(plan.runs)
+        terms = terms or [terms_of(run.settings) for run in plan.runs]
         specs = [
             RunSpec(
-                make_run_id(name), str(plan.submission), tasks, entry, run.settings,
-                terms_of(run.settings, preemption), read_env_file(run.settings.launcher.env_file),
-                provenance=dict(provenance or {}),
+                make_run_id(name), str(plan.submission), tasks, entry, run.settings, own,
+                read_env_file(run.settings.launcher.env_file), provenance=dict(provenance or {}),
             )
-            for run, tasks, entry, preemption in zip(
-                plan.runs, plan.tasks, entries, known, strict=True
-            )
+            for run, tasks, entry, own in zip(plan.runs, plan.tasks, entries, terms, strict=True)
         ]  # fmt: skip
 
         def write_run(request: RunRequest, spec: RunSpec) -> None:
@@ -305,10 +304,12 @@ def write(
         remedy = "choose another folder with hydra.sweep.dir=..."
         where = e.filename or plan.submission
         raise RunDirectoryError(f"{where}: {e.strerror or e}; {remedy}") from e
-    return Prepared(plan, written, tuple(specs))
+    return specs
 
 
-def terms_of(settings: RunSettings, preemptions: Sequence[Preemption] | None) -> list[PoolTerms]:
+def terms_of(
+    settings: RunSettings, preemptions: Sequence[Preemption] | None = None
+) -> list[PoolTerms]:
     """Return the terms of the tasks of each pool; None: those of this machine."""
     found: list[PoolTerms] = []
     known: Sequence[Preemption | None] = preemptions or [None] * len(settings.shares)
@@ -350,10 +351,10 @@ def with_free_numbers(prepare_again: Callable[[], T]) -> T:
     return prepare_again()
 
 
-def write_arrays(plan: Plan, scripts: Mapping[int, str]) -> tuple[Path, ...]:
+def write_arrays(plan: Plan, scripts: Mapping[int, str]) -> None:
     """Write the files of all arrays of a plan, which thereby owns their numbers.
 
-    Returns the batch scripts. Raises ArrayTakenError if another submission has the numbers
+    Raises ArrayTakenError if another submission has the numbers
     (`with_free_numbers`), and nothing was written; OSError if a file could not be written.
     """
     submission = Submission(plan.submission)
@@ -368,7 +369,6 @@ def write_arrays(plan: Plan, scripts: Mapping[int, str]) -> tuple[Path, ...]:
         ours.append(file)
     for number, text in scripts.items():
         write_atomic(submission.array(number).script, text)
-    return tuple(submission.array(k).script for k in scripts)
 
 
 def render_scripts(

@@ -325,9 +325,7 @@ def test_what_can_not_be_removed_is_named(tmp_path, monkeypatch, capsys):
 def test_a_line_that_is_being_written_is_not_read_yet(tmp_path):
     """The command looks at the file while the launcher appends to it."""
     file = tmp_path / "report"
-    detach.append_report(file, {"launcher": "slurm"})
-    with file.open("a") as f:
-        f.write('{"launcher": "lo')
+    file.write_text('{"launcher": "slurm"}\n{"launcher": "lo')
     assert detach.read_report(file) == [{"launcher": "slurm"}]
 
 

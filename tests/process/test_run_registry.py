@@ -159,7 +159,7 @@ def test_a_resumption_is_told_also_where_the_list_can_not_be_read(tmp_path, monk
 
     plan = written_plan(tmp_path)
     run = RunDir(tmp_path / "0")
-    resumption = control.Resumption(run, run.load(), plan, (), None)
+    resumption = control.Resumption(run, run.load(), plan, None)
     monkeypatch.setattr(registry, "newest_first", fail)
     assert control._record(resumption, SimpleNamespace(job_ids=["7"])).tasks == ("7_0",)
 

@@ -176,9 +176,9 @@ def test_a_refused_array_takes_the_earlier_ones_back(tmp_path, sbatch, monkeypat
         for n, launcher in enumerate(launchers)
     ]
     plan = make_plan(runs, tmp_path / ".hpc_elastic", max_array_size=9)
-    prepared = submit.write(plan, "train")
+    submit.write(plan, "train")
     with pytest.raises(ConfigError, match=r"launcher\.qos='x'.*Invalid qos"):
-        slurm.submit(plan, prepared.scripts)
+        slurm.submit(plan)
     assert cancelled == [["7"]]
 
 
@@ -196,7 +196,8 @@ def one_run(tmp_path, monkeypatch):
     launcher = SlurmSettings(partition="a", qos="x")
     run = RunRequest(folder, RunSettings(NodeRange(1, 1), 1, launcher), ENTRY)
     plan = make_plan([run], folder / ".hpc_elastic", max_array_size=9)
-    return plan, submit.write(plan, "train").scripts
+    submit.write(plan, "train")
+    return plan
 
 
 def squeue(tmp_path, text):
@@ -225,11 +226,11 @@ def test_the_directory_of_a_refused_run_can_be_used_again(
     tmp_path, sbatch, one_run, stderr, is_free
 ):
     """After a typo in a setting; not if the job may be in the queue all the same."""
-    plan, scripts = one_run
+    plan = one_run
     sbatch(LOST.format(stderr))
     squeue(tmp_path, "exit 0")
     with pytest.raises(HpcElasticError) as failed, submit.withdrawn_if_refused(plan):
-        slurm.submit(plan, scripts)
+        slurm.submit(plan)
     assert stderr in str(failed.value) and (tmp_path / "run" / "notes.txt").exists()
     if is_free:
         submit.write(plan, "train")
@@ -242,10 +243,11 @@ def test_the_directory_of_a_refused_run_can_be_used_again(
 
 def test_a_job_whose_answer_was_lost_is_adopted(tmp_path, sbatch, one_run, capsys):
     """Else it would train unknown to everybody, beside the one that the user submits again."""
-    plan, (script,) = one_run
+    plan = one_run
+    (script,) = plan.scripts
     calls = sbatch(LOST.format("Socket timed out on send/recv operation"))
     squeue(tmp_path, f"[ -e {tmp_path}/up ] && echo '77|0|{script}' && exit; touch {tmp_path}/up")
-    assert slurm.submit(plan, [script]).job_ids == ["77"]
+    assert slurm.submit(plan).job_ids == ["77"]
     assert script.with_suffix(".jobid").read_text() == "77\n"
     assert "answer of sbatch was lost" in capsys.readouterr().err
     assert len(calls.read_text().splitlines()) == 1
@@ -253,11 +255,12 @@ def test_a_job_whose_answer_was_lost_is_adopted(tmp_path, sbatch, one_run, capsy
 
 def test_one_job_stands_for_the_result_of_the_runs(tmp_path, sbatch, one_run, capsys):
     """It starts when their tasks are over, on one CPU, and exits as `hpc-elastic wait` does."""
-    plan, (script,) = one_run
+    plan = one_run
+    (script,) = plan.scripts
     (array,) = plan.arrays
     array = replace(array, launcher=replace(array.launcher, result_job=True))
     calls = sbatch("echo 77")
-    jobs = slurm.submit(replace(plan, arrays=(array,)), [script])
+    jobs = slurm.submit(replace(plan, arrays=(array,)))
     assert jobs.job_ids == ["77"] and jobs.result_job == "77"
     assert "--dependency=afterok:77" in capsys.readouterr().err
     first, second = calls.read_text().splitlines()
@@ -269,11 +272,12 @@ def test_one_job_stands_for_the_result_of_the_runs(tmp_path, sbatch, one_run, ca
 
 def test_the_result_job_outlives_its_time_limit(tmp_path, sbatch, one_run):
     """It requeues itself before: what depends on it waits on; its exit code is the command's."""
-    plan, (script,) = one_run
+    plan = one_run
+    (script,) = plan.scripts
     launcher = replace(plan.arrays[0].launcher, result_job=True, time="7")
     arrays = (replace(plan.arrays[0], launcher=launcher),)
     sbatch("echo 77")
-    slurm.submit(replace(plan, arrays=arrays), [script])
+    slurm.submit(replace(plan, arrays=arrays))
     text = (script.parent / "result-0.sbatch").read_text()
     assert "#SBATCH --time=7\n" in text and "#SBATCH --signal=B:USR1@120\n" in text
     waits = tmp_path / "waits"
@@ -293,7 +297,7 @@ def test_the_result_job_outlives_its_time_limit(tmp_path, sbatch, one_run):
 
 def test_without_its_result_job_nothing_is_submitted(tmp_path, sbatch, one_run):
     """Whoever depends on it would wait for ever."""
-    plan, (script,) = one_run
+    plan = one_run
     (array,) = plan.arrays
     array = replace(array, launcher=replace(array.launcher, result_job=True))
     refusal = "sbatch: error: Batch job submission failed: Invalid qos specification"
@@ -302,23 +306,24 @@ def test_without_its_result_job_nothing_is_submitted(tmp_path, sbatch, one_run):
     cancels.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/cancelled\n')
     cancels.chmod(0o755)
     with pytest.raises(ConfigError, match=r"launcher\.qos"):
-        slurm.submit(replace(plan, arrays=(array,)), [script])
+        slurm.submit(replace(plan, arrays=(array,)))
     assert "77" in (tmp_path / "cancelled").read_text()
 
 
 def test_a_silent_slurm_leaves_runs_that_end_at_their_start(tmp_path, sbatch, one_run):
     """Nothing is known, and nothing can be cancelled: the error says both."""
-    plan, (script,) = one_run
+    plan = one_run
     sbatch(LOST.format("Message receive failure"))
     squeue(tmp_path, "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(SubmissionError, match=r"could not be cancelled.*marked as cancelled"):
-        slurm.submit(plan, [script])
+        slurm.submit(plan)
     assert RunDir(tmp_path / "run").cancelled.exists()
 
 
 def test_a_job_whose_id_cannot_be_written_is_cancelled(tmp_path, sbatch, one_run, monkeypatch):
     """At a full quota; no process would know of it."""
-    plan, (script,) = one_run
+    plan = one_run
+    (script,) = plan.scripts
     sbatch("echo 77")
     squeue(tmp_path, f"echo '77|0|{script}'")
     cancelled = []
@@ -329,7 +334,7 @@ def test_a_job_whose_id_cannot_be_written_is_cancelled(tmp_path, sbatch, one_run
 
     monkeypatch.setattr(ArrayFiles, "submitted_as", fail)
     with pytest.raises(SubmissionError, match="quota exceeded: its job was cancelled"):
-        slurm.submit(plan, [script])
+        slurm.submit(plan)
     assert cancelled == ["77"]
 
 
@@ -349,8 +354,9 @@ def test_an_array_that_cannot_be_taken_back_ends_at_its_start(tmp_path, sbatch, 
         for name in "ab"
     ]
     plan = make_plan(runs, tmp_path / ".hpc_elastic", max_array_size=9)
+    submit.write(plan, "train")
     with pytest.raises(SubmissionError, match=r"connect failure.*7 could not be cancelled"):
-        slurm.submit(plan, submit.write(plan, "train").scripts)
+        slurm.submit(plan)
     assert all(RunDir(run.dir).cancelled.exists() for run in plan.runs)
 
 
@@ -499,7 +505,7 @@ def test_each_pool_has_terms_of_its_own(tmp_path):
     assert all("--account=lab" in text for text in texts.values())
 
     known = [Preemption(kill_wait_s=30), Preemption(grace_s=60, kill_wait_s=30)]
-    (made,) = submit.write(plan, "train", preemptions=[known]).specs
+    (made,) = submit.write(plan, "train", terms=[submit.terms_of(run.settings, known)])
     spec = RunDir(tmp_path).load()
     assert spec == made and spec.all_partitions == "gpu,spot"
     found = [spec.pool_of(slot).launcher.partition for slot in range(5)]

@@ -13,19 +13,20 @@ import pytest
 
 from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError
-from hpc_elastic.launcher.plan import Prepared, RunRequest, make_plan
+from hpc_elastic.launcher.plan import Plan, RunRequest, make_plan
 from hpc_elastic.launcher.submit import (
     lay_out,
     make_run_id,
     next_array,
     remove_rendered,
     require_writable,
+    terms_of,
     with_free_numbers,
     write,
     write_concurrently,
 )
 from hpc_elastic.rendezvous.log_entry import RoundRules
-from hpc_elastic.run.directory import Entry, PoolTerms, RunDir, Submission
+from hpc_elastic.run.directory import Entry, PoolTerms, RunDir, RunSpec, Submission
 from hpc_elastic.slurm.parsing import Preemption
 from specs import spec_of
 
@@ -41,7 +42,8 @@ def plan_in(sweep_dir: Path, *, launcher: SlurmSettings | None = None, runs: int
 
 def test_prepare_writes_all_that_a_task_needs(tmp_path):
     """A script that is never submitted by us finds everything in its place."""
-    prepared = write(plan_in(tmp_path, runs=2), "train", provenance={"user": "me"})
+    plan = plan_in(tmp_path, runs=2)
+    write(plan, "train", provenance={"user": "me"})
     specs = [RunDir(tmp_path / n).load() for n in "01"]
     assert [spec.tasks for spec in specs] == [[(0, 0), (0, 2)], [(0, 1), (0, 3)]]
     assert specs[0].run_id != specs[1].run_id
@@ -50,7 +52,8 @@ def test_prepare_writes_all_that_a_task_needs(tmp_path):
         assert stat.S_IMODE((tmp_path / "0" / private).stat().st_mode) == 0o600
     array = json.loads((tmp_path / ".hpc_elastic" / "array-0.json").read_text())
     assert [run["slot"] for run in array["runs"]] == [0, 0, 1, 1]
-    assert prepared.scripts == (tmp_path / ".hpc_elastic" / "array-0.sbatch",)
+    assert plan.scripts == [tmp_path / ".hpc_elastic" / "array-0.sbatch"]
+    assert plan.scripts[0].is_file()
     assert (tmp_path / ".hpc_elastic" / "logs").is_dir()
     assert next_array(tmp_path / ".hpc_elastic") == 1
 
@@ -63,8 +66,9 @@ def test_what_the_agents_go_by_is_in_the_run_description(tmp_path):
         signal_delay_s=60.0, preempt_signal="USR1", max_failed_rounds=5,
         max_requeues=7,
     )  # fmt: skip
-    known = [[Preemption(grace_s=60, kill_wait_s=30)]]
-    write(plan_in(tmp_path, launcher=launcher), "train", preemptions=known)
+    known = [Preemption(grace_s=60, kill_wait_s=30)]
+    plan = plan_in(tmp_path, launcher=launcher)
+    write(plan, "train", terms=[terms_of(plan.runs[0].settings, known)])
     spec = RunDir(tmp_path / "0").load()
     assert spec.settings == RunSettings(NodeRange(1, 2), 1, launcher)
     assert spec.terms == [PoolTerms(90, 30, whole_nodes=True)]
@@ -104,17 +108,17 @@ def test_what_a_dry_run_has_rendered_is_rendered_anew(tmp_path):
     submission = tmp_path / ".hpc_elastic"
     dirs = [tmp_path / "0", tmp_path / "1"]
 
-    def render(**settings: bool) -> Prepared:
+    def render(**settings: bool) -> tuple[list[Path], list[RunSpec]]:
         remove_rendered(dirs, submission)
         plan = plan_in(tmp_path, launcher=SlurmSettings(**settings), runs=2)
-        return write(plan, "train")
+        return plan.scripts, write(plan, "train")
 
-    before = render(dry_run=True)
+    scripts, specs = render(dry_run=True)
     remove_rendered(dirs[:1], submission)
     assert RunDir(dirs[0]).spec.exists(), "an array stays where one of its runs does"
-    again = render(dry_run=True)
-    assert before.scripts == again.scripts and before.specs != again.specs
-    assert RunDir(dirs[1]).load() == again.specs[1]
+    scripts_again, specs_again = render(dry_run=True)
+    assert scripts == scripts_again and specs != specs_again
+    assert RunDir(dirs[1]).load() == specs_again[1]
 
     Submission(submission).array(0).submitted_as("7")  # a task of it has started
     with pytest.raises(RunDirectoryError, match="holds a run already"):
@@ -129,12 +133,12 @@ def test_submissions_at_the_same_moment_have_arrays_of_their_own(tmp_path):
     """As when all runs of a sweep are resumed at once: each number is taken once."""
     together = threading.Barrier(8)
 
-    def submit(number: int) -> Prepared:
+    def submit(number: int) -> Plan:
         settings = RunSettings(NodeRange(1, 2), 1, SlurmSettings())
         run = RunRequest(tmp_path / str(number), settings, ENTRY)
         waits = [together]
 
-        def prepare_again() -> Prepared:
+        def prepare_again() -> Plan:
             first = next_array(tmp_path / ".hpc_elastic")
             for barrier in waits[:1]:
                 barrier.wait(60)  # all have chosen the same number
@@ -142,19 +146,20 @@ def test_submissions_at_the_same_moment_have_arrays_of_their_own(tmp_path):
             plan = make_plan(
                 [run], tmp_path / ".hpc_elastic", max_array_size=100, first_array=first
             )
-            return write(plan, "train")
+            write(plan, "train")
+            return plan
 
         return with_free_numbers(prepare_again)
 
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(submit, range(8)))
-    for number, prepared in enumerate(made):
-        (array,) = prepared.plan.arrays
+    for number, plan in enumerate(made):
+        (array,) = plan.arrays
         tasks = json.loads((tmp_path / f".hpc_elastic/array-{array.number}.json").read_text())
         assert {task["dir"] for task in tasks["runs"]} == {str(tmp_path / str(number))}
         spec = RunDir(tmp_path / str(number)).load()
         assert spec.tasks == [(array.number, 0), (array.number, 1)]
-    assert len({prepared.plan.arrays[0].number for prepared in made}) == 8
+    assert len({plan.arrays[0].number for plan in made}) == 8
 
 
 def test_of_two_that_submit_the_same_run_one_is_refused(tmp_path):

@@ -213,9 +213,9 @@ class SubmissionSimulator:
         """Return the text that the user reads: "" if accepted, None if the process has died."""
 
         def work() -> None:
-            scripts = submit.write(plan, "train").scripts
+            submit.write(plan, "train")
             with submit.withdrawn_if_refused(plan):
-                slurm.submit(plan, scripts, SlurmClient(10, env={"PATH": "/bin"}))
+                slurm.submit(plan, SlurmClient(10, env={"PATH": "/bin"}))
 
         process = self._start(work)
         if process.died:

@@ -97,9 +97,10 @@ class Started:
         entry = Entry("function", "f", "f.py")
         requests = [RunRequest(folder / str(n), settings, entry) for n in range(runs)]
         plan = make_plan(requests, folder / ".hpc_elastic", max_array_size=99)
-        self.scripts = submit.write(plan, "train").scripts
+        submit.write(plan, "train")
+        self.scripts = plan.scripts
         where = f"#SBATCH --partition={partition}\n" if partition else ""
         self.scripts[0].write_text(SCRIPT.format(last=runs - 1, where=where))
         self.client = SlurmClient(20, env=dict(os.environ))  # not that of the pytest process
-        self.jobs = slurm.submit(plan, self.scripts, self.client)
+        self.jobs = slurm.submit(plan, self.client)
         self.runs = [RunDir(run.dir) for run in plan.runs]

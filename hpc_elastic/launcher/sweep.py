@@ -126,6 +126,15 @@ def hide_traceback(error: HpcElasticError) -> LauncherError:
     return hidden
 
 
+@contextmanager
+def without_traceback() -> Iterator[None]:
+    """Let Hydra print the errors of a block by `hide_traceback`."""
+    try:
+        yield
+    except HpcElasticError as e:
+        raise hide_traceback(e) from e
+
+
 def share_composition(context: HydraContext, config: DictConfig) -> None:
     """Make Hydra's sweeper compose its jobs as the launcher does (see `hydra_compose`)."""
     if hidden := settings_in(config):

@@ -1,4 +1,4 @@
-"""The Hydra plugins: the launcher, its config defaults, and the search path of its config groups.
+"""The Hydra plugins: launcher, sweeper, their defaults, and the search path of the config groups.
 
 Hydra imports every module of ``hydra_plugins`` for every Hydra script on the machine, whether it
 uses this launcher or not. So a user's script need not import anything, and this module imports
@@ -17,10 +17,11 @@ from hydra.core.config_store import ConfigStore
 from hydra.experimental.callback import Callback
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
 
 from hpc_elastic._util import folder
-from hpc_elastic.config.schema import LauncherSettings, LocalSettings, SlurmSettings
+from hpc_elastic.config.schema import BACKENDS, OptunaSettings
 
 if TYPE_CHECKING:
     from hydra.core.utils import JobReturn
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from hpc_elastic.launcher.sweep import Sweep
 
-BACKENDS: dict[str, type[LauncherSettings]] = {"slurm": SlurmSettings, "local": LocalSettings}
 TARGET = f"{__name__}.ElasticLauncher"
 """``hydra.launcher._target_`` of both."""
 
@@ -45,49 +45,90 @@ class ElasticLauncher(Launcher):
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         """Keep Hydra's arguments, and check that the sweep directory is writable."""
-        from hpc_elastic.errors import HpcElasticError
         from hpc_elastic.launcher.submit import require_writable
         from hpc_elastic.launcher.sweep import (
             Sweep,
             check_choices,
-            hide_traceback,
             require_sweep_dir,
             share_composition,
+            without_traceback,
         )
 
         share_composition(hydra_context, config)
         callbacks = hydra_context.callbacks
         callbacks.callbacks = [c for c in callbacks.callbacks if not isinstance(c, LauncherCheck)]
         self._sweep = Sweep(hydra_context, task_function, config)
-        try:
+        with without_traceback():
             require_sweep_dir(config)
             check_choices(config)
             require_writable(self._sweep.dir)
-        except HpcElasticError as e:
-            raise hide_traceback(e) from e
-
-    @property
-    def sweep(self) -> Sweep:
-        """Hydra's arguments of the set-up."""
-        assert self._sweep is not None, "Hydra calls setup first"
-        return self._sweep
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
         """Run the jobs and return how each ended (see `hpc_elastic.launcher.sweep`)."""
+        from hpc_elastic.launcher.sweep import launch_sweep, without_traceback
+
+        with without_traceback():
+            return launch_sweep(self.begin(), job_overrides, initial_job_idx)
+
+    def begin(self) -> Sweep:
+        """Return Hydra's arguments of the set-up, once its globals and its log are set up."""
         from hydra.core.utils import configure_log, setup_globals
 
-        from hpc_elastic.errors import HpcElasticError
-        from hpc_elastic.launcher.sweep import hide_traceback, launch_sweep
-
+        assert self._sweep is not None, "Hydra calls setup first"
         setup_globals()
-        hydra = self.sweep.config.hydra
+        hydra = self._sweep.config.hydra
         configure_log(hydra.hydra_logging, hydra.verbose)
-        try:
-            return launch_sweep(self.sweep, job_overrides, initial_job_idx)
-        except HpcElasticError as e:
-            raise hide_traceback(e) from e
+        return self._sweep
+
+
+class ElasticOptunaSweeper(Sweeper):
+    """Runs each trial of an Optuna study as an elastic run (`hpc_elastic.launcher.optuna_sweep`).
+
+    ``settings`` are ``hydra.sweeper``, as of `OptunaSettings`; `setup` checks them.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self._raw = settings
+        self._settings = OptunaSettings()
+        self._launcher = ElasticLauncher()
+
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        """Check the settings, and that the launcher is one of ours, and set that up."""
+        from hpc_elastic.config.resolve import resolve_sweeper
+        from hpc_elastic.errors import ConfigError
+        from hpc_elastic.launcher.sweep import without_traceback
+
+        with without_traceback():
+            self._settings = resolve_sweeper(self._raw)
+            chosen = OmegaConf.select(config, "hydra.launcher._target_")
+            if chosen != TARGET:
+                remedy = "hydra/sweeper=elastic_optuna needs launcher=slurm or launcher=local: "
+                remedy += "another launcher returns the results of a whole batch at once"
+                raise ConfigError("hydra/launcher", chosen, remedy)
+        self._launcher.setup(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Run the study until it has ``n_trials`` trials that have ended."""
+        from hpc_elastic.errors import ConfigError
+        from hpc_elastic.launcher.sweep import without_traceback
+
+        sweep = self._launcher.begin()
+        with without_traceback():
+            try:
+                from hpc_elastic.launcher.optuna_sweep import run_study
+            except ModuleNotFoundError as e:
+                if e.name != "optuna":
+                    raise
+                remedy = "Optuna is not installed: pip install optuna"
+                raise ConfigError("hydra/sweeper", "elastic_optuna", remedy) from e
+            run_study(sweep, self._settings, arguments)
 
 
 class LauncherCheck(Callback):
@@ -135,7 +176,7 @@ class HpcElasticSearchPath(SearchPathPlugin):
 def register_defaults() -> None:
     """Store the defaults of every setting in Hydra's ConfigStore; may be called again.
 
-    They are stored in Hydra's own group ``hydra/launcher``, which ``launcher=slurm`` and
+    Those of the launcher are in Hydra's own group ``hydra/launcher``, which ``launcher=slurm`` and
     ``launcher=local`` choose. Hydra merges that group before the user's config.yaml, wherever
     ``launcher=slurm`` stands, even appended. A default in the ``launcher`` group itself would
     replace the value in the user's config.yaml.
@@ -156,6 +197,14 @@ def register_defaults() -> None:
         }
         name = f"hpc_elastic_{backend}"
         store.store(name=name, group="hydra/launcher", node=node, package="_global_")
+    sweeper: dict[str, Any] = {
+        "_target_": f"{__name__}.{ElasticOptunaSweeper.__name__}",
+        "_recursive_": False,  # the sampler is made after the check of all settings
+        "_convert_": "all",
+        **asdict(OptunaSettings()),
+    }
+    config = OmegaConf.create(sweeper, flags={"struct": False})
+    store.store(name="elastic_optuna", group="hydra/sweeper", node=config)
 
 
 register_defaults()

@@ -179,7 +179,7 @@ def test_other_hydra_scripts_do_not_pay_for_us(tmp_path):
     code = (
         "import sys, hydra, hydra._internal.core_plugins.basic_sweeper\n"
         "import hydra.plugins.launcher\n"
-        "import hydra_plugins.hpc_elastic_launcher.sweeper\n"
+        "import hydra_plugins.hpc_elastic_launcher.launcher\n"
         "print([m for m in sys.modules if m.split('.')[0] in "
         "('torch', 'submitit', 'rich', 'jinja2', 'psutil', 'optuna') "
         "or m.startswith('hpc_elastic.launcher')])"

@@ -230,14 +230,10 @@ class SharingLoader:
         self, master_config: DictConfig, sweep_overrides: list[str]
     ) -> DictConfig:
         """Return the config of one job; it is valid until the next call."""
-        return self.composer(master_config).compose(sweep_overrides)
-
-    def composer(self, master_config: DictConfig) -> SweepComposer:
-        """Return the composer of a sweep, which remembers what it composed."""
         key = id(master_config)
         if key not in self._composers:
             self._composers[key] = SweepComposer(self._loader, master_config)
-        return self._composers[key]
+        return self._composers[key].compose(sweep_overrides)
 
 
 def _raw(config: DictConfig) -> object:

@@ -284,11 +284,6 @@ class LocalTask:
         else:
             self.exit_code = code
 
-    def kill_leftovers(self) -> int:
-        """Kill the processes of a killed agent, found by their environment; return how many."""
-        own = {"SLURM_ARRAY_JOB_ID": str(self.job_id), "SLURM_ARRAY_TASK_ID": str(self.index)}
-        return kill_by_environment(own)
-
     def _reset(self) -> None:
         self.process, self.started, self.exit_code, self.kill_at = None, None, None, math.inf
         self.is_ending = self.comes_back = False
@@ -435,8 +430,9 @@ class LocalJobs:
                 for member in _family(process.pid):
                     with contextlib.suppress(psutil.Error):
                         member.kill()
-            code = process.poll()
-            if code is None or (code != 0 and task.kill_leftovers()):
+            code, index = process.poll(), str(task.index)
+            own = {"SLURM_ARRAY_JOB_ID": str(task.job_id), "SLURM_ARRAY_TASK_ID": index}
+            if code is None or (code != 0 and kill_by_environment(own)):
                 continue  # reaped once nothing is left
             task.on_end(code, now)
 

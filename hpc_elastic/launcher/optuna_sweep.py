@@ -522,7 +522,7 @@ class _StudyRunner:
             error = error or "no trial was completed"
         else:
             self._write_results()
-        print(location([self._sweep.dir, self._sweep.dir], self._sweep.dir, Path.cwd()))
+        print(location((), self._sweep.dir))
         if error is not None:
             first = next(iter(self._errors.items()), None)
             cause = "" if first is None else f"; trial {first[0]}: {first[1]}"

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -167,8 +167,6 @@ class _Share:
 
     run: int
     slots: range
-    num_first: int
-    """The slots below belong to the min nodes of the run."""
     launcher: Backend
 
 
@@ -188,7 +186,7 @@ def _pieces(runs: Sequence[RunRequest], size: int) -> Iterator[tuple[list[Slot],
             first = part[0]
             if not jobs_first and first.run in jobs:
                 yield jobs[first.run], first.launcher, True
-            tasks = list(_in_order(part))
+            tasks = _in_order(part, runs)
             for at in range(0, len(tasks), size):
                 yield tasks[at : at + size], first.launcher, False
 
@@ -196,21 +194,22 @@ def _pieces(runs: Sequence[RunRequest], size: int) -> Iterator[tuple[list[Slot],
 def _same_resources(runs: Sequence[RunRequest]) -> Iterable[list[_Share]]:
     groups: dict[str, list[_Share]] = {}
     for number, run in enumerate(runs):
-        least = run.settings.nodes.min
         for slots, launcher in run.settings.shares:
             rest = slots[run.settings.num_coallocated :]
             asked = {f.name: getattr(launcher, f.name) for f in fields(launcher)}
             key = repr({name: v for name, v in asked.items() if name not in _IN_NO_DIRECTIVE})
-            groups.setdefault(key, []).append(_Share(number, rest, least, launcher))
+            groups.setdefault(key, []).append(_Share(number, rest, launcher))
     return groups.values()
 
 
-def _in_order(group: Sequence[_Share]) -> Iterator[Slot]:
+def _in_order(group: Sequence[_Share], runs: Sequence[RunRequest]) -> list[Slot]:
+    shares = [[Slot(share.run, slot) for slot in share.slots] for share in group]
     if group[0].launcher.queue_order == "depth_first":
-        for share in group:
-            yield from (Slot(share.run, slot) for slot in share.slots)
-        return
-    for share in group:
-        yield from (Slot(share.run, slot) for slot in share.slots if slot < share.num_first)
-    further = [[Slot(s.run, slot) for slot in s.slots if slot >= s.num_first] for s in group]
-    yield from (slot for nth in zip_longest(*further) for slot in nth if slot is not None)
+        return [*chain(*shares)]
+
+    def is_first(slot: Slot) -> bool:
+        return slot.slot < runs[slot.run].settings.nodes.min
+
+    further = [[slot for slot in slots if not is_first(slot)] for slots in shares]
+    in_turn = (slot for nth in zip_longest(*further) for slot in nth if slot is not None)
+    return [*filter(is_first, chain(*shares)), *in_turn]

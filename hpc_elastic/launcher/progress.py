@@ -300,9 +300,9 @@ def results_table(runs: Sequence[RunHandle], ends: Sequence[RunEnd]) -> Table:
     return table
 
 
-def location(dirs: Sequence[Path], sweep: Path, cwd: Path) -> str:
-    """Return the line that names the folder of the runs, below a table or alone (pure)."""
-    folder = dirs[0] if len(dirs) == 1 else sweep
+def location(dirs: Sequence[Path], sweep: Path) -> str:
+    """Return the line that names the folder of the runs, below a table or alone."""
+    folder, cwd = dirs[0] if len(dirs) == 1 else sweep, Path.cwd()
     shown = folder.relative_to(cwd) if folder.is_relative_to(cwd) else folder
     return f"{'run' if len(dirs) == 1 else 'runs'} in {shown}{os.sep}"
 

@@ -77,7 +77,7 @@ def submit(requests: Sequence[RunRequest], *, sweep: Path, name: str) -> list[Ru
     """
     plan, specs = prepare(requests, sweep=sweep, name=name)
     folders = [run.dir for run in plan.runs]
-    where = location(folders, sweep, Path.cwd())
+    where = location(folders, sweep)
     if plan.launcher.dry_run:
         print(plan, *(f"{RENDERED}{script}" for script in plan.scripts), where, sep="\n")
         return []

@@ -148,18 +148,11 @@ def command_line() -> list[str]:
     main, words = sys.modules["__main__"], sys.orig_argv
     spec, file = getattr(main, "__spec__", None), str(getattr(main, "__file__", ""))
     for at, word in enumerate(words):
-        is_module = word == "-m" and spec is not None and _is_module(words[at + 1], spec.name)
-        if is_module or (spec is None and _is_file(word, file)):
-            return words[at + 1 + (spec is not None) :]
+        if spec is None and word.endswith(".py") and Path(word).resolve() == Path(file).resolve():
+            return words[at + 1 :]
+        if spec and word == "-m" and spec.name in (words[at + 1], f"{words[at + 1]}.__main__"):
+            return words[at + 2 :]
     return sys.argv[1:]
-
-
-def _is_module(word: str, name: str) -> bool:
-    return name in (word, f"{word}.__main__")
-
-
-def _is_file(word: str, file: str) -> bool:
-    return word.endswith(".py") and Path(word).resolve() == Path(file).resolve()
 
 
 def _source(function: Callable[..., Any]) -> tuple[str | None, str | None]:

@@ -68,7 +68,7 @@ def wait(
     except BaseException:
         jobs.release()
         raise
-    where = location([run.dir for run in runs], runs[0].submission.parent, Path.cwd())
+    where = location([run.dir for run in runs], runs[0].submission.parent)
     found = [ends[run.dir] for run in runs]
     try:
         console.print()

@@ -154,12 +154,16 @@ def test_what_the_output_cannot_encode_is_escaped(encoding):
     assert written.getvalue().decode(encoding) == f"no file a\\udcff.tar {line}\n"
 
 
-def test_the_location_of_the_runs_is_one_line(tmp_path):
+def test_the_location_of_the_runs_is_one_line(tmp_path, monkeypatch):
     """As short as possible: relative to the working directory, and the table names the rest."""
     dirs = [tmp_path / "0", tmp_path / "1"]
-    assert location(dirs, tmp_path, tmp_path.parent) == f"runs in {tmp_path.name}/"
-    assert location(dirs[:1], tmp_path, tmp_path) == "run in 0/"
-    assert location(dirs, tmp_path, tmp_path / "elsewhere") == f"runs in {tmp_path}/"
+    monkeypatch.chdir(tmp_path.parent)
+    assert location(dirs, tmp_path) == f"runs in {tmp_path.name}/"
+    monkeypatch.chdir(tmp_path)
+    assert location(dirs[:1], tmp_path) == "run in 0/"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert location(dirs, tmp_path) == f"runs in {tmp_path}/"
 
 
 def test_overrides_are_shown_as_they_were_typed():

@@ -64,10 +64,6 @@ class GroupReader:
     elsewhere: Callable[[Given], str | None] = lambda given: None
     errors: list[ConfigError] = field(default_factory=list)
 
-    def given(self, key: str, value: object) -> Given:
-        """Return a value with its key and origin."""
-        return Given(key, value, key in self.typed)
-
     def attempt(self, parse: Callable[[], T]) -> T | None:
         """Return the result of ``parse``; None if it refuses, which is recorded."""
         try:
@@ -87,11 +83,11 @@ class GroupReader:
         for name in raw:
             if name not in hints:
                 self.errors.append(self._unknown(Given(f"{path}.{name}", raw[name]), hints))
-        values: dict[str, Any] = {
-            name: self._field(hint, self.given(f"{path}.{name}", raw[name]))
-            for name, hint in hints.items()
-            if name in raw and raw[name] != UNSET
-        }
+        values: dict[str, Any] = {}
+        for name, hint in hints.items():
+            if name in raw and raw[name] != UNSET:
+                key = f"{path}.{name}"
+                values[name] = self._field(hint, Given(key, raw[name], key in self.typed))
         return cls(**values)
 
     def _field(self, hint: object, given: Given) -> object:

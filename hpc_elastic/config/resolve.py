@@ -6,7 +6,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from hpc_elastic.config.parse import (
 )
 from hpc_elastic.config.schema import (
     BACKENDS,
+    PRUNERS,
+    SAMPLERS,
     Backend,
     NodeRange,
     OptunaSettings,
@@ -307,17 +309,26 @@ WORKER_VARIABLES = frozenset(
     ]
 )
 """Variables that the agent sets for each worker, beside TORCHELASTIC_*."""
+_Reader = Callable[[Given], float]
 
 
-def _bounded(read: Callable[[Given], float], low: float, *, above: bool = False) -> Parser:
-    """Return a parser of numbers that are at least ``low``, or above it."""
-
+def _bounded(read: _Reader, low: float, *, above: bool = False) -> _Reader:
     def parse(given: Given) -> float:
         value = read(given)
         if value < low or (above and value == low):
             kind = "whole number" if read is integer else "number"
             bound = f"above {low:g}" if above else f"of at least {low:g}"
             raise given.refuse(f"allowed is a {kind} {bound}")
+        return value
+
+    return parse
+
+
+def _between(read: _Reader, low: float, high: float, allowed: str) -> _Reader:
+    def parse(given: Given) -> float:
+        value = read(given)
+        if not low <= value <= high:
+            raise given.refuse(f"allowed is {allowed}")
         return value
 
     return parse
@@ -447,18 +458,9 @@ def _hang_after(given: Given) -> float | None:
     if given.value is False:
         return 0.0
     try:
-        value = number(given)
-        _WAIT(given)
-        return value
+        return _WAIT(given)
     except ConfigError as e:
         raise given.refuse("allowed is a number of seconds, auto, or false for never") from e
-
-
-def _port(given: Given) -> int:
-    value = integer(given)
-    if not 1 <= value <= 65535:
-        raise given.refuse("allowed is a port from 1 to 65535, or null for none")
-    return value
 
 
 def _directions(given: Given) -> list[str]:
@@ -483,20 +485,6 @@ def _component(*names: str) -> Parser:
     return parse_component
 
 
-def _throughput(given: Given) -> float:
-    value = number(given)
-    if not 0.01 <= value <= 100:
-        raise given.refuse("allowed is a number from 0.01 to 100, such as 2.5")
-    return value
-
-
-def _share(given: Given) -> float:
-    value = number(given)
-    if not 0 <= value <= 1:
-        raise given.refuse("allowed is a number from 0 to 1")
-    return value
-
-
 def _parameters(given: Given) -> dict[str, Any]:
     if not isinstance(given.value, Mapping):
         raise given.refuse("allowed is a mapping, such as {lr: 'interval(0.01, 0.1)'}")
@@ -504,18 +492,16 @@ def _parameters(given: Given) -> dict[str, Any]:
 
 
 _word = _matching(r"[^\s,=]\S*", "a name without spaces; a number from YAML goes in quotes")
-
-
-def _name(given: Given) -> str:
-    """Return a name without spaces, and no number, since YAML may have changed it."""
-    return _word(Given(given.key, text(given), given.typed))
-
-
 _gpu_text = _matching(
     r"[1-9]\d{0,2}|\w[\w.-]*:[1-9]\d*(,\w[\w.-]*:[1-9]\d*)*",
     "a count from 1 to 999 or 'TYPE:COUNT', such as 2 or 'a100:2'; YAML needs the quotes for a "
     "type like '3090:2', which it takes for a time",
 )
+
+
+def _name(given: Given) -> str:
+    """Return a name without spaces, and no number, since YAML may have changed it."""
+    return _word(replace(given, value=text(given)))
 
 
 def _gpus(given: Given) -> int | str:
@@ -525,6 +511,9 @@ def _gpus(given: Given) -> int | str:
 
 _AT_LEAST_0, _AT_LEAST_1 = _bounded(integer, 0), _bounded(integer, 1)
 _WAIT, _SPAN = _bounded(number, 0), _bounded(number, 0, above=True)
+_SHARE = _between(number, 0, 1, "a number from 0 to 1")
+_PORT = _between(integer, 1, 65535, "a port from 1 to 65535, or null for none")
+_THROUGHPUT = _between(number, 0.01, 100, "a number from 0.01 to 100, such as 2.5")
 
 
 def _time(given: Given) -> str:
@@ -541,7 +530,7 @@ PARSERS: dict[str, Parser] = {
     "launcher.preempt_grace_s": _SPAN,
     "launcher.poll_interval_s": _SPAN,
     "launcher.scale_up_timeout_s": _WAIT,
-    "launcher.min_efficiency": _share,
+    "launcher.min_efficiency": _SHARE,
     "launcher.below_min_timeout_s": _SPAN,
     "launcher.interface": _name,
     "launcher.env": _environment,
@@ -559,7 +548,7 @@ PARSERS: dict[str, Parser] = {
     "launcher.agent.warm_imports": _modules,
     "launcher.agent.hang_timeout_s": _hang_after,
     "launcher.agent.first_step_timeout_s": _hang_after,
-    "launcher.agent.metrics_port": _port,
+    "launcher.agent.metrics_port": _PORT,
     "launcher.partition": _name,
     "launcher.account": _name,
     "launcher.qos": _name,
@@ -580,20 +569,19 @@ PARSERS: dict[str, Parser] = {
     "hydra.sweeper.n_trials": _AT_LEAST_1,
     "hydra.sweeper.n_jobs": _AT_LEAST_1,
     "hydra.sweeper.direction": _directions,
-    "hydra.sweeper.sampler": _component("tpe", "random", "cmaes", "gp", "nsgaii", "qmc"),
-    "hydra.sweeper.pruner": _component("median", "hyperband", "successive_halving"),
+    "hydra.sweeper.sampler": _component(*SAMPLERS),
+    "hydra.sweeper.pruner": _component(*PRUNERS),
     "hydra.sweeper.prune_every_steps": _AT_LEAST_1,
-    "hydra.sweeper.max_failure_rate": _share,
+    "hydra.sweeper.max_failure_rate": _SHARE,
     "hydra.sweeper.params": _parameters,
 }
 
 
-_POOL = [field.name for field in fields(PoolSettings)]
 PARSERS |= {
-    f"launcher.pools.{name}": PARSERS[f"launcher.{name}"]
-    for name in _POOL
-    if f"launcher.{name}" in PARSERS
-} | {"launcher.pools.throughput": _throughput}
+    f"launcher.pools.{field.name}": PARSERS[f"launcher.{field.name}"]
+    for field in fields(PoolSettings)
+    if f"launcher.{field.name}" in PARSERS
+} | {"launcher.pools.throughput": _THROUGHPUT}
 
 
 # ---- overrides of commands without a script, such as `resume` and `doctor`

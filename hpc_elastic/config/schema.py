@@ -356,6 +356,17 @@ class RunSettings:
         }
 
 
+SAMPLERS = {
+    **{"tpe": "TPESampler", "random": "RandomSampler", "cmaes": "CmaEsSampler"},
+    **{"gp": "GPSampler", "nsgaii": "NSGAIISampler", "qmc": "QMCSampler"},
+}
+PRUNERS = {
+    **{"median": "MedianPruner", "hyperband": "HyperbandPruner"},
+    "successive_halving": "SuccessiveHalvingPruner",
+}
+"""Optuna's classes by the names that users give."""
+
+
 @dataclass
 class OptunaSettings:
     """``hydra/sweeper=elastic_optuna``: the trials of an Optuna study as runs."""

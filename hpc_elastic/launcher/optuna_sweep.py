@@ -59,7 +59,7 @@ from optuna.distributions import (
 from optuna.trial import TrialState
 
 from hpc_elastic._util import counted
-from hpc_elastic.config.schema import OptunaSettings, RunSettings
+from hpc_elastic.config.schema import PRUNERS, SAMPLERS, OptunaSettings, RunSettings
 from hpc_elastic.errors import (
     ConfigError,
     HpcElasticError,
@@ -271,16 +271,6 @@ def _text_of(value: Any) -> str:
 # ---- the study
 
 
-_SAMPLERS = {
-    **{"tpe": "TPESampler", "random": "RandomSampler", "cmaes": "CmaEsSampler"},
-    **{"gp": "GPSampler", "nsgaii": "NSGAIISampler", "qmc": "QMCSampler"},
-}
-_PRUNERS = {
-    **{"median": "MedianPruner", "hyperband": "HyperbandPruner"},
-    "successive_halving": "SuccessiveHalvingPruner",
-}
-
-
 def open_study(settings: OptunaSettings, folder: Path, name: str) -> optuna.Study:
     """Return the study of a sweep directory, new or continued.
 
@@ -288,10 +278,10 @@ def open_study(settings: OptunaSettings, folder: Path, name: str) -> optuna.Stud
     sampler or pruner cannot be made.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    sampler = _component("sampler", settings.sampler, _SAMPLERS, optuna.samplers)
+    sampler = _component("sampler", settings.sampler, SAMPLERS, optuna.samplers)
     pruner: Any = optuna.pruners.NopPruner()
     if settings.pruner is not None:
-        pruner = _component("pruner", settings.pruner, _PRUNERS, optuna.pruners)
+        pruner = _component("pruner", settings.pruner, PRUNERS, optuna.pruners)
     storage: Any = settings.storage or str(folder / "optuna.journal")
     try:
         if "://" not in storage:

@@ -62,35 +62,25 @@ __all__ = [
     "should_checkpoint",
 ]
 
-_LAZY = {
-    "CheckpointOptions": "hpc_elastic.checkpoint",
-    "Checkpointer": "hpc_elastic.checkpoint",
-    "ElasticExecutor": "hpc_elastic.api",
-    "ElasticSampler": "hpc_elastic.data",
-    "GlobalBatch": "hpc_elastic.data",
-    "HpcElasticError": "hpc_elastic.errors",
-    "LaunchResult": "hpc_elastic.api",
-    "MemoryTier": "hpc_elastic.checkpoint",
-    "Run": "hpc_elastic.api",
-    "follow_checkpoints": "hpc_elastic.checkpoint",
-    "check_fence": "hpc_elastic.run.fencing",
-    "mark_checkpoint": "hpc_elastic.worker.reporting",
-    "launch": "hpc_elastic.api",
-    "release_node": "hpc_elastic.worker.checkpoint_trigger",
-    "log_run_metrics": "hpc_elastic.worker.reporting",
-    "preemption_deadline": "hpc_elastic.worker.checkpoint_trigger",
-    "report": "hpc_elastic.worker.reporting",
-    "should_checkpoint": "hpc_elastic.worker.checkpoint_trigger",
+_MODULES = {
+    "api": ("ElasticExecutor", "LaunchResult", "Run", "launch"),
+    "checkpoint": ("CheckpointOptions", "Checkpointer", "MemoryTier", "follow_checkpoints"),
+    "data": ("ElasticSampler", "GlobalBatch"),
+    "errors": ("HpcElasticError",),
+    "run.fencing": ("check_fence",),
+    "worker.checkpoint_trigger": ("preemption_deadline", "release_node", "should_checkpoint"),
+    "worker.reporting": ("log_run_metrics", "mark_checkpoint", "report"),
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import what the package offers at its first use (PEP 562)."""
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
-    globals()[name] = value
-    return value
+    for module, names in _MODULES.items():
+        if name in names:
+            value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

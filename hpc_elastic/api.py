@@ -472,6 +472,9 @@ class ElasticExecutor(Executor):
 
     def _submit(self, calls: Sequence[tuple[RunFuture, Entry]]) -> None:
         """Submit calls; from its beginning on, `shutdown` waits for their futures."""
+        from hpc_elastic.launcher.plan import RunRequest
+        from hpc_elastic.launcher.submit import released_on_failure, require_writable, submit
+
         futures = [future for future, _ in calls]
         with self._lock:
             self._require_open()
@@ -479,31 +482,24 @@ class ElasticExecutor(Executor):
         for future in futures:
             future.add_done_callback(self._open.discard)
         try:
-            self._submit_runs(calls)
+            name = calls[0][1].qualname.rpartition(".")[2]
+            sweep = self._folder / _with_time(name)
+            require_writable(sweep)
+            dirs = [sweep / str(n) for n in range(len(calls))] if len(calls) > 1 else [sweep]
+            requests = [
+                RunRequest(path, self._settings, entry)
+                for path, (_, entry) in zip(dirs, calls, strict=True)
+            ]
+            runs = submit(requests, sweep=sweep, name=name)
+            with released_on_failure(runs[0].jobs):
+                for future, run in zip(futures, runs, strict=True):
+                    future._set_run(Run(run.dir))
+                _follow(runs, self._settings.launcher.poll_interval_s, futures)
         except BaseException:
             for future in futures:
                 if future._run is None:
                     future.cancel()
             raise
-
-    def _submit_runs(self, calls: Sequence[tuple[RunFuture, Entry]]) -> None:
-        from hpc_elastic.launcher.plan import RunRequest
-        from hpc_elastic.launcher.submit import released_on_failure, require_writable, submit
-
-        name = calls[0][1].qualname.rpartition(".")[2]
-        sweep = self._folder / _with_time(name)
-        require_writable(sweep)
-        dirs = [sweep / str(n) for n in range(len(calls))] if len(calls) > 1 else [sweep]
-        requests = [
-            RunRequest(path, self._settings, entry)
-            for path, (_, entry) in zip(dirs, calls, strict=True)
-        ]
-        runs = submit(requests, sweep=sweep, name=name)
-        futures = [future for future, _ in calls]
-        with released_on_failure(runs[0].jobs):
-            for future, run in zip(futures, runs, strict=True):
-                future._set_run(Run(run.dir))
-            _follow(runs, self._settings.launcher.poll_interval_s, futures)
 
 
 @overload

@@ -167,9 +167,7 @@ def restored_settings(config: Mapping[str, Any]) -> RunSettings:
     """Return the settings that `RunSettings.as_config` has returned (pure).
 
     They were checked before: nothing is looked up, converted or refused as `resolve` does it.
-
-    Raises:
-        KeyError, TypeError, ValueError: They are no such settings.
+    Raises KeyError, TypeError or ValueError if they are no such settings.
     """
     launcher = dict(config["launcher"])
     backend = BACKENDS[launcher.pop("backend")]
@@ -271,7 +269,7 @@ NPROC_WORDS = ("auto", "gpu", "cpu")
 _TIME = re.compile(r"\d+|\d+:[0-5]?\d(:[0-5]?\d)?|\d+-\d+(:[0-5]?\d){0,2}")
 
 
-def parse_nodes(value: object, *, from_yaml: bool, key: str = "nodes") -> NodeRange:
+def parse_nodes(value: object, *, from_yaml: bool) -> NodeRange:
     """Return the range of nodes of ``4``, ``'4'``, ``'1:16'`` or ``'4:16:4'``.
 
     With ``from_yaml``, YAML may have read a range as a base-60 number. Raises ConfigError for
@@ -286,24 +284,24 @@ def parse_nodes(value: object, *, from_yaml: bool, key: str = "nodes") -> NodeRa
             typed = f"{first}:{second}:{high}"
             meant = f"{first} to {second} nodes in multiples of {high}"
             low, high = first, second
-        why = f"write {key}: '{typed}' for {meant}"
+        why = f"write nodes: '{typed}' for {meant}"
         if low > high:
-            why = f"a range of nodes has the smaller number first; write {key}: '{high}:{low}'"
+            why = f"a range of nodes has the smaller number first; write nodes: '{high}:{low}'"
             why += " for that"
         yaml = f"unquoted in YAML, {typed} is the base-60 number {value}"
-        exact = f"{key}: '{value}' for exactly {value} nodes"
-        raise ConfigError(key, value, f"{yaml}; {why}, or {exact}")
+        exact = f"nodes: '{value}' for exactly {value} nodes"
+        raise ConfigError("nodes", value, f"{yaml}; {why}, or {exact}")
     m = re.fullmatch(r"(\d+)(?::(\d+)(?::(\d+))?)?", _text(value))
     low, high, unit = (int(m[1]), int(m[2] or m[1]), int(m[3] or 1)) if m else (0, 0, 0)
     if low < 1 or unit < 1:
-        raise ConfigError(key, value, f"allowed is {NODES}")
+        raise ConfigError("nodes", value, f"allowed is {NODES}")
     if low > high:
-        remedy = f"min is above max; write {key}: '{NodeRange(high, low, unit)}'"
-        raise ConfigError(key, value, remedy)
+        remedy = f"min is above max; write nodes: '{NodeRange(high, low, unit)}'"
+        raise ConfigError("nodes", value, remedy)
     if low % unit or high % unit:
         low, high = (-(-count // unit) * unit for count in (low, high))
         why = f"min and max must be multiples of {unit}, the number of nodes that work together"
-        raise ConfigError(key, value, f"{why}; write {key}: '{low}:{high}:{unit}'")
+        raise ConfigError("nodes", value, f"{why}; write nodes: '{low}:{high}:{unit}'")
     return NodeRange(low, high, unit)
 
 
@@ -349,7 +347,7 @@ def time_limit_s(text: str) -> float | None:
     return float((hours * 60 + minutes) * 60 + seconds)
 
 
-def parse_nproc(value: object, *, key: str = "nproc_per_node") -> Nproc:
+def parse_nproc(value: object) -> Nproc:
     """Return the number of workers of a node: at least 1, or one of the three words."""
     if value == "auto" or value == "gpu" or value == "cpu":
         return value
@@ -357,7 +355,8 @@ def parse_nproc(value: object, *, key: str = "nproc_per_node") -> Nproc:
     if re.fullmatch(r"\d+", text) and int(text) >= 1:
         return int(text)
     hint = near_miss(text, NPROC_WORDS)
-    raise ConfigError(key, value, f"allowed is a count of at least 1, auto, gpu or cpu{hint}")
+    remedy = f"allowed is a count of at least 1, auto, gpu or cpu{hint}"
+    raise ConfigError("nproc_per_node", value, remedy)
 
 
 def _text(value: object) -> str:

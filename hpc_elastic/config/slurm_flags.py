@@ -68,11 +68,7 @@ _SHORT = {
 
 
 def sbatch_flags(given: Given) -> dict[str, str | int | bool | None]:
-    """Return further sbatch flags, each under its long name with dashes.
-
-    Raises:
-        ConfigError: Not a flag, given twice, owned by a key, or with a value that no flag has.
-    """
+    """Return further sbatch flags, each under its long name with dashes."""
     if not isinstance(given.value, Mapping):
         raise given.refuse("allowed is a mapping of flags to values, such as {reservation: night}")
     flags: dict[str, str | int | bool | None] = {}
@@ -111,11 +107,7 @@ def gpus_in_gres(gres: object) -> int | None:
 
 
 def srun_args(given: Given) -> list[str]:
-    """Return further arguments of srun.
-
-    Raises:
-        ConfigError: Not a list of texts, or a flag that contradicts how a task is started.
-    """
+    """Return further arguments of srun; no flag contradicts how a task is started."""
     args = texts(given)
     for arg in args:
         name = ""  # of a value

@@ -135,12 +135,9 @@ def cancel(
 ) -> list[TaskState]:
     """Cancel a run, and wait until its tasks are gone; return those that are left after ``wait_s``.
 
-    ``warn`` receives messages for the user.
-
-    Raises:
-        RunDirectoryError: The run belongs to another user, or its files name a job or a process
-            that is none of its tasks; nothing was done.
-        SlurmError: Slurm refuses. Tasks that were cancelled stay so.
+    ``warn`` receives messages for the user. Raises RunDirectoryError if the run belongs to another
+    user, or its files name a job or a process that is none of its tasks: nothing was done. Raises
+    SlurmError if Slurm refuses; tasks that were cancelled stay so.
     """
     run, spec = target.run, target.spec
     scheduler = scheduler or Scheduler(run, spec)
@@ -252,15 +249,11 @@ class Resumption:
 def resume(path: Path, overrides: Sequence[str]) -> tuple[Resumption, RunHandle]:
     """Resume a run that has stopped.
 
-    ``overrides`` are ``nodes=...``, ``nproc_per_node=...`` and ``launcher.*=...``.
-
-    Raises:
-        UntrustedRunError: It is another user's, or others may write it (`run.ownership`).
-        RunDirectoryError: The run has tasks, has succeeded, or cannot be read or written.
-        ConfigError: An override is malformed, or would change the run itself.
-        SubmissionError: Another process is resuming it, or Slurm refuses. In the latter case it can
-            be resumed again.
-        SlurmError: Slurm does not answer, so it is unknown whether the run has stopped.
+    ``overrides`` are ``nodes=...``, ``nproc_per_node=...`` and ``launcher.*=...``. Raises
+    RunDirectoryError if the run has tasks, has succeeded, is another user's (`run.ownership`), or
+    cannot be read or written; ConfigError if an override is malformed, or would change the run
+    itself; SubmissionError if another process is resuming it, or Slurm refuses, after which it can
+    be resumed again; SlurmError if it is unknown whether the run has stopped.
     """
     run = RunDir(path)
     used = (run.hydra, run.rdzv, run.first_term, run.notices, run.avoided)

@@ -107,14 +107,10 @@ class SlurmJobs:
 def submit(plan: Plan, client: SlurmClient | None = None) -> SlurmJobs:
     """Submit the batch script of every array of a plan.
 
-    Where the answer of sbatch was lost, its job is looked for by the script, and adopted.
-
-    Raises:
-        ConfigError: sbatch refused a setting; names the key.
-        SubmissionError: sbatch failed for another reason. In both cases the arrays that were
-            submitted before are cancelled; where one may be in the queue all the same, the runs are
-            marked as cancelled.
-        KeyboardInterrupt: The same; its text states what has become of the runs.
+    Where the answer of sbatch was lost, its job is looked for by the script, and adopted. Raises
+    ConfigError if sbatch refused a setting, and SubmissionError if it failed for another reason. In
+    both cases, and at an interrupt, the arrays that were submitted before are cancelled; where one
+    may be in the queue all the same, the runs are marked as cancelled.
     """
     client = client or SlurmClient(env=dict(os.environ))
     sweep = plan.submission.parent

@@ -58,22 +58,12 @@ class ArrayTakenError(RunDirectoryError):
 def submit(requests: Sequence[RunRequest], *, sweep: Path, name: str) -> list[RunHandle]:
     """Submit the runs of one sweep directory.
 
-    With ``launcher.dry_run=true`` the files are written and the plan is printed. If the runs are
-    not waited for (`is_awaited`), the commands that return to them are printed, or reported to
-    `hpc-elastic submit`.
+    With ``launcher.dry_run=true`` the files are written, the plan is printed, and no run is
+    returned. If the runs are not waited for (`is_awaited`), the commands that return to them are
+    printed, or reported to `hpc-elastic submit`. ``name`` is that of the user's script or function.
 
-    Args:
-        requests: The runs, at least one.
-        sweep: Absolute path of the sweep directory.
-        name: Name of the user's script or function.
-
-    Returns:
-        The submitted runs, in order; none in a dry run.
-
-    Raises:
-        HpcElasticError: Nothing was submitted. If sbatch has refused it, the directories can be
-            used again.
-        KeyboardInterrupt: Its text states what has become of the runs.
+    Raises HpcElasticError if nothing was submitted; if sbatch has refused it, the directories can
+    be used again. The text of a KeyboardInterrupt states what has become of the runs.
     """
     plan, specs = prepare(requests, sweep=sweep, name=name)
     folders = [run.dir for run in plan.runs]
@@ -192,10 +182,8 @@ def lost_flags(optimize: int, warnings: Sequence[str], environ: Mapping[str, str
 
 def _note_secrets(overrides: Sequence[str]) -> None:
     """Print a note if a secret for the workers is in the arguments of this process."""
-    given = dict.fromkeys(re.findall(r"launcher\.env\.(\w+)=", "\n".join(overrides)))
-    if not given:
-        return
-    for name in filter(is_secret, given):
+    given = re.findall(r"launcher\.env\.(\w+)=", "\n".join(overrides))
+    for name in filter(is_secret, dict.fromkeys(given)):
         remedy = "launcher.env_file=PATH reads variables from a file that only you can read"
         where = "can be read by all users of this machine in the arguments of this process"
         print(f"launcher.env.{name} {where}: {remedy}", file=sys.stderr)

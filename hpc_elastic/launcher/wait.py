@@ -45,11 +45,8 @@ def wait(
 ) -> list[RunEnd]:
     """Show the progress of runs until all have ended, then how each ended.
 
-    ``on_end`` gets each run and its end as soon as it has ended.
-
-    Raises:
-        SystemExit: Ctrl-C or SIGTERM. Slurm's runs continue, local runs are ended; which of the
-            two, and how to come back, was printed.
+    ``on_end`` gets each run and its end as soon as it has ended. Raises SystemExit at Ctrl-C or
+    SIGTERM: Slurm's runs continue, local runs are ended, and how to come back was printed.
     """
     jobs = runs[0].jobs
     console = console_for(out or sys.stdout)

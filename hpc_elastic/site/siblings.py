@@ -24,7 +24,6 @@ the rules are pure; `SweepQueue` queries Slurm and carries them out.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -298,8 +297,6 @@ def deferred_runs(runs: Sequence[QueuedRun], shares: Sequence[int]) -> frozenset
         if run.demand is not None and not run.nodes and not run.is_over and not share
     )
 
-
-_log = logging.getLogger(__name__)
 
 POLL_S = 10.0
 """Seconds between two checks of the first run that trains for siblings that stay away; the n-th run

@@ -38,7 +38,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -72,15 +72,7 @@ from hpc_elastic.launcher.progress import Progress, console_for, location
 from hpc_elastic.launcher.run_handle import RunHandle, SubmittedJobs, mark_cancelled
 from hpc_elastic.launcher.slurm import SlurmJobs
 from hpc_elastic.launcher.submit import ended_by_interrupt, released_on_failure, submit
-from hpc_elastic.launcher.sweep import (
-    FrozenJob,
-    SharedSections,
-    Sweep,
-    cached_grammar,
-    freeze_job,
-    on_job_end,
-)
-from hpc_elastic.launcher.user_code import command_line, entry_of
+from hpc_elastic.launcher.sweep import Batch, FrozenJob, Sweep
 from hpc_elastic.launcher.wait import Waiter, read_handles
 from hpc_elastic.report.progress_log import Point, read_points
 from hpc_elastic.report.run_view import (
@@ -437,8 +429,7 @@ class _OpenJobs:
 class _StudyRunner:
     def __init__(self, sweep: Sweep, settings: OptunaSettings, space: SearchSpace) -> None:
         self._sweep, self._settings, self._space = sweep, settings, space
-        self._entry = entry_of(sweep.task_function, "hydra", command_line())
-        self._shared = SharedSections()
+        self._batch = Batch(sweep)
         launcher = self._check().launcher
         self._poll_interval_s = launcher.poll_interval_s
         self._study = open_study(settings, sweep.dir, str(sweep.config.hydra.job.name))
@@ -460,8 +451,8 @@ class _StudyRunner:
         if not any(name in subdir for name in ("job.num", "job.id")):
             remedy = "two trials may have the same parameters; make it depend on the number of the "
             raise ConfigError("hydra.sweep.subdir", subdir, remedy + "trial: ${hydra.job.num}")
-        with cached_grammar():
-            settings = self._freeze(0, self._space.first).request.settings
+        (job,) = self._batch.freeze([(0, self._space.overrides(self._space.first))])
+        settings = job.request.settings
         if not settings.launcher.wait:
             remedy = "the sweeper submits a trial when another one ends, so its process has to "
             remedy += "stay: leave the setting out, and start the command in tmux or with nohup"
@@ -474,10 +465,9 @@ class _StudyRunner:
             raise ConfigError("launcher.result_job", True, remedy + "code is the sweep's result")
         return settings
 
-    def _freeze(self, number: int, params: Mapping[str, Any]) -> FrozenJob:
-        load = self._sweep.context.config_loader.load_sweep_config
-        config = load(self._sweep.config, self._space.overrides(params))
-        return freeze_job(config, number, self._entry, self._shared)
+    def _freeze(self, trials: Iterable[optuna.Trial]) -> list[FrozenJob]:
+        lines = ((trial.number, self._space.overrides(trial.params)) for trial in trials)
+        return self._batch.freeze(lines)
 
     def run(self) -> None:
         text = OmegaConf.to_yaml(self._sweep.config)
@@ -554,16 +544,11 @@ class _StudyRunner:
 
     def _submit(self, trials: Sequence[optuna.Trial]) -> None:
         """Submit trials as one array; try again later if Slurm does not answer."""
-        callbacks = self._sweep.context.callbacks
         try:
-            with cached_grammar():
-                jobs = [self._freeze(trial.number, trial.params) for trial in trials]
+            jobs = self._freeze(trials)
             for trial, job in zip(trials, jobs, strict=True):
                 trial.set_user_attr(RUN, str(job.request.dir))
-                if callbacks.callbacks:
-                    callbacks.on_job_start(
-                        config=job.config(), task_function=self._sweep.task_function
-                    )
+            self._batch.on_job_start(jobs)
             name = str(self._sweep.config.hydra.job.name)
             requests = [job.request for job in jobs]
             runs = self._jobs.add(submit(requests, sweep=self._sweep.dir, name=name))
@@ -627,8 +612,7 @@ class _StudyRunner:
                 self._display.print_message(f"trial {trial.number} cannot be followed: {e}")
                 self._store(trial, state=TrialState.FAIL)
                 continue
-            with cached_grammar():
-                job = self._freeze(trial.number, trial.params)
+            (job,) = self._freeze([trial])
             (run,) = self._jobs.add([replace(handle, label=label_of(path))])
             flight = _Flight(trial, job, run, Curve(before.last_step or 0))
             for point in read_points(RunDir(path).progress) if self._settings.pruner else ():
@@ -669,7 +653,7 @@ class _StudyRunner:
         if detail:
             self._store(flight.trial, state=TrialState.FAIL)
             self._errors[flight.trial.number] = detail
-        on_job_end(self._sweep, flight.job, end)
+        self._batch.on_job_end(flight.job, end)
         is_blind = self._settings.pruner is not None and flight.curve.before is None
         if is_blind and not detail and not self._warned_blind:
             self._warned_blind = True
@@ -711,7 +695,7 @@ class _StudyRunner:
         step, (_, value) = flight.curve.step, flight.curve.before or (0, math.nan)
         mark_cancelled(flight.run.paths, _log.warning)  # it has no other result from here on
         self._store(flight.trial, state=TrialState.PRUNED)
-        on_job_end(self._sweep, flight.job, flight.run.lost({}))
+        self._batch.on_job_end(flight.job, flight.run.lost({}))
         self._drop(flight, f"pruned at step {step}, {self._settings.prune_on} {value:.4g}")
         self._pool.submit(self._cancel_run, flight.run)
 

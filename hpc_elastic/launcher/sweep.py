@@ -23,7 +23,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -91,16 +91,9 @@ def launch_sweep(
     SystemExit at an interrupt, after it has printed what has become of the runs.
     """
     with ended_by_interrupt():
-        entry = entry_of(sweep.task_function, "hydra", command_line())
-        load, shared = sweep.context.config_loader.load_sweep_config, SharedSections()
-        with cached_grammar():
-            jobs = [
-                freeze_job(load(sweep.config, list(overrides)), number, entry, shared)
-                for number, overrides in enumerate(job_overrides, initial_job_idx)
-            ]
-        callbacks = sweep.context.callbacks
-        for job in jobs if callbacks.callbacks else ():
-            callbacks.on_job_start(config=job.config(), task_function=sweep.task_function)
+        batch = Batch(sweep)
+        jobs = batch.freeze(enumerate(job_overrides, initial_job_idx))
+        batch.on_job_start(jobs)
         with suppress(OSError):  # Hydra's sweeper wrote it, and launcher.env may hold tokens
             (sweep.dir / "multirun.yaml").chmod(0o600)
         requests = [job.request for job in jobs]
@@ -111,7 +104,7 @@ def launch_sweep(
         job_of, returns = {job.request.dir: job for job in jobs}, {}
 
         def on_end(run: RunHandle, end: RunEnd) -> None:
-            returns[run.dir] = on_job_end(sweep, job_of[run.dir], end)
+            returns[run.dir] = batch.on_job_end(job_of[run.dir], end)
 
         wait(runs, poll_interval_s=launcher.poll_interval_s, on_end=on_end)
     return [returns[path] for path in job_of]
@@ -185,19 +178,43 @@ def check_choices(config: DictConfig) -> None:
             print(note, file=sys.stderr)
 
 
-def on_job_end(sweep: Sweep, job: FrozenJob, end: RunEnd) -> JobReturn:
-    """Return the JobReturn of a run that has ended, after Hydra's callbacks of that name."""
-    returned = _job_return(job)
-    returned.return_value = end.value
-    returned.cfg = decode(job.task)
-    returned.hydra_cfg = whole_config(Frozen({}, {}), job.hydra)
-    if end.error is not None:
-        returned.status = JobStatus.FAILED
-        returned.return_value = hide_traceback(end.error)
-        returned.overrides = list(map(unescaped, job.request.overrides))  # Hydra prints them
-    if sweep.context.callbacks.callbacks:
-        sweep.context.callbacks.on_job_end(config=job.config(), job_return=returned)
-    return returned
+class Batch:
+    """Jobs of a sweep that are submitted by this process, with Hydra's callbacks of each."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self._sweep = sweep
+        self._entry = entry_of(sweep.task_function, "hydra", command_line())
+        self._shared = SharedSections()
+        self._callbacks = sweep.context.callbacks
+
+    def freeze(self, overrides: Iterable[tuple[int, Sequence[str]]]) -> list[FrozenJob]:
+        """Return the jobs with these numbers (hydra.job.num) and overrides."""
+        config, load = self._sweep.config, self._sweep.context.config_loader.load_sweep_config
+        with cached_grammar():
+            return [
+                freeze_job(load(config, list(lines)), number, self._entry, self._shared)
+                for number, lines in overrides
+            ]
+
+    def on_job_start(self, jobs: Iterable[FrozenJob]) -> None:
+        """Call Hydra's callbacks of that name."""
+        function = self._sweep.task_function
+        for job in jobs if self._callbacks.callbacks else ():
+            self._callbacks.on_job_start(config=job.config(), task_function=function)
+
+    def on_job_end(self, job: FrozenJob, end: RunEnd) -> JobReturn:
+        """Return the JobReturn of a run that has ended, after Hydra's callbacks of that name."""
+        returned = _job_return(job)
+        returned.return_value = end.value
+        returned.cfg = decode(job.task)
+        returned.hydra_cfg = whole_config(Frozen({}, {}), job.hydra)
+        if end.error is not None:
+            returned.status = JobStatus.FAILED
+            returned.return_value = hide_traceback(end.error)
+            returned.overrides = list(map(unescaped, job.request.overrides))  # Hydra prints them
+        if self._callbacks.callbacks:
+            self._callbacks.on_job_end(config=job.config(), job_return=returned)
+        return returned
 
 
 def _job_return(job: FrozenJob) -> JobReturn:

@@ -107,17 +107,17 @@ def test_values_are_interpolated_at_equal_steps():
     assert late.add(57, 2.0, 10) == [(50, 2.0)], "only the last multiple, after the first point"
 
 
-def test_trials_have_no_result_job(monkeypatch):
+def test_trials_have_no_result_job():
     """Each batch would submit one of its own."""
     runner = object.__new__(_StudyRunner)
     runner._sweep = SimpleNamespace(
         config=OmegaConf.create({"hydra": {"sweep": {"subdir": "${hydra.job.num}"}}})
     )
-    runner._space = SimpleNamespace(first={})
+    runner._space = SimpleNamespace(first={}, overrides=lambda params: [])
     launcher = SlurmSettings(time="10", wait=True, result_job=True)
     settings = RunSettings(NodeRange(1, 1), 1, launcher)
     frozen = SimpleNamespace(request=SimpleNamespace(settings=settings))
-    monkeypatch.setattr(runner, "_freeze", lambda number, params: frozen)
+    runner._batch = SimpleNamespace(freeze=lambda overrides: [frozen])
     with pytest.raises(ConfigError, match=r"launcher.result_job=True"):
         runner._check()
 

@@ -93,19 +93,14 @@ class Encoder:
         if isinstance(node, DictConfig | ListConfig) and isinstance(raw, dict | list):
             if isinstance(raw, list):
                 return Frozen(list(self._children(enumerate(raw), found, name).values()), found)
-            return Frozen(self._mapping(raw, found, name, skip), found)
+            for key in raw:
+                if isinstance(key, Enum):
+                    found["keys"] = self._type(type(key), name)
+            kept = ((key, child) for key, child in raw.items() if key not in skip)
+            return Frozen(self._children(kept, found, name), found)
         if isinstance(raw, str) and "${" in raw:
             self.interpolations.append(Interpolation(node, name, raw))
         return Frozen(self._leaf(raw, found, name), found)
-
-    def _mapping(
-        self, content: dict[Any, Node], found: Types, name: str, skip: Sequence[str]
-    ) -> dict[Any, Any]:
-        for key in content:
-            if isinstance(key, Enum):
-                found["keys"] = self._type(type(key), name)
-        kept = ((key, node) for key, node in content.items() if key not in skip)
-        return self._children(kept, found, name)
 
     def _children(
         self, content: typing.Iterable[tuple[Any, Node]], found: Types, name: str

@@ -88,9 +88,8 @@ _MOST_SHORT_LIVES = 3
 def submit(plan: Plan) -> LocalJobs:
     """Start a plan, whose files are written, on this machine.
 
-    Raises ConfigError (`require_possible`), or SubmissionError after it has ended what was started.
+    Raises SubmissionError after it has ended what was started.
     """
-    require_possible(plan)
     agents = [run.settings.launcher.agent for run in plan.runs]
     jobs = LocalJobs(
         queue_of(plan),

@@ -134,8 +134,5 @@ class QueuePolicy:
             self._calls.answer(what, lambda: self._siblings.let_others_start(ends=True))
 
     def _fit(self, fit: Callable[[TimeSlots], object]) -> None:
-        def fit_all() -> None:
-            for slots in self._time_slots:
-                fit(slots)
-
-        self._calls.answer("waiting tasks of the run may start late", fit_all)
+        what = "waiting tasks of the run may start late"
+        self._calls.answer(what, lambda: [fit(slots) for slots in self._time_slots])

@@ -407,18 +407,16 @@ class ElasticExecutor(Executor):
             yield
             return
         try:
-            try:
-                yield
-            finally:
-                self._batch = None
-            calls = [(future, entry) for future, entry in calls if not future.cancelled()]
-            if calls:
-                self._submit(calls)
+            yield
         except BaseException:
+            self._batch = None
             for future, _ in calls:
-                if future._run is None:
-                    future.cancel()
+                future.cancel()
             raise
+        self._batch = None
+        left = [(future, entry) for future, entry in calls if not future.cancelled()]
+        if left:
+            self._submit(left)
 
     def map_array(self, fn: Callable[..., Any], *iterables: Iterable[Any]) -> list[RunFuture]:
         """Submit a run for each set of arguments, in one `batch`; return their futures in order."""
@@ -476,12 +474,12 @@ class ElasticExecutor(Executor):
         from hpc_elastic.launcher.submit import released_on_failure, require_writable, submit
 
         futures = [future for future, _ in calls]
-        with self._lock:
-            self._require_open()
-            self._open.update(futures)
-        for future in futures:
-            future.add_done_callback(self._open.discard)
         try:
+            with self._lock:
+                self._require_open()
+                self._open.update(futures)
+            for future in futures:
+                future.add_done_callback(self._open.discard)
             name = calls[0][1].qualname.rpartition(".")[2]
             sweep = self._folder / _with_time(name)
             require_writable(sweep)

@@ -233,9 +233,8 @@ def is_worth_a_line(row: Row, before: Row | None, *, since_s: float, every_s: fl
     """Return whether a row is printed: at once if it changed, steps now and then (pure)."""
     if before is None or row == before:
         return before is None
-    calm = {**row, **{name: before.get(name, "") for name in _OF_STEPS}}
-    was_calm = {**before, **{name: before.get(name, "") for name in _OF_STEPS}}
-    return calm != was_calm or since_s >= every_s
+    changed = {name for name in {*row, *before} if row.get(name) != before.get(name)}
+    return not changed <= set(_OF_STEPS) or since_s >= every_s
 
 
 def line_of(row: Row) -> str:

@@ -42,13 +42,11 @@ def progress(run_dir: Path) -> pandas.DataFrame:
     updated = number(status.get("updated"))
     if updated is not None:
         points.append(Point.of(status, updated))
-    rows = [asdict(point) for point in points]
-    own = dict.fromkeys(name for row in rows for name in row.pop("metrics"))
     fields = [name for name in Point.__match_args__ if name != "metrics"]
-    metrics = [name for name in own if name not in fields]
-    for row, point in zip(rows, points, strict=True):
-        row.update((name, point.metrics.get(name)) for name in metrics)
-    frame = pandas.DataFrame(rows, columns=[*fields, *metrics])
+    own = dict.fromkeys(name for point in points for name in point.metrics)
+    rows = [{**point.metrics, **asdict(point)} for point in points]
+    columns = [*fields, *(name for name in own if name not in fields)]
+    frame = pandas.DataFrame(rows, columns=columns)
     frame["time"] = pandas.to_datetime(frame["time"], unit="s", utc=True)
     numbers = [name for name in frame.columns if name not in ("time", "phase")]
     frame[numbers] = frame[numbers].apply(pandas.to_numeric)

@@ -70,9 +70,9 @@ class ElasticLauncher(Launcher):
         from hpc_elastic.launcher.sweep import launch_sweep, without_traceback
 
         with without_traceback():
-            return launch_sweep(self.begin(), job_overrides, initial_job_idx)
+            return launch_sweep(self.begin_sweep(), job_overrides, initial_job_idx)
 
-    def begin(self) -> Sweep:
+    def begin_sweep(self) -> Sweep:
         """Return Hydra's arguments of the set-up, once its globals and its log are set up."""
         from hydra.core.utils import configure_log, setup_globals
 
@@ -119,7 +119,7 @@ class ElasticOptunaSweeper(Sweeper):
         from hpc_elastic.errors import ConfigError
         from hpc_elastic.launcher.sweep import without_traceback
 
-        sweep = self._launcher.begin()
+        sweep = self._launcher.begin_sweep()
         with without_traceback():
             try:
                 from hpc_elastic.launcher.optuna_sweep import run_study

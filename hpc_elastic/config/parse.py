@@ -16,19 +16,24 @@ from __future__ import annotations
 
 import math
 import re
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
-from functools import cache
+from functools import cache, partial
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from hpc_elastic.config.schema import BACKENDS, NodeRange, Nproc, RunSettings
 from hpc_elastic.errors import ConfigError, near_miss
 
 T = TypeVar("T")
-type_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
+type_hints: Callable[[Any], dict[str, Any]] = cache(typing.get_type_hints)
 """Annotations, evaluated once: that takes longer than reading all values of a run."""
+
+_hints_with_forms: Callable[[Any], dict[str, Any]] = cache(
+    partial(typing.get_type_hints, include_extras=True)
+)
 UNSET = "???"
 """OmegaConf's mark of a key without a value; such a key takes its default."""
 
@@ -54,13 +59,13 @@ class GroupReader:
     """Reads groups of settings and collects the errors.
 
     Attributes:
+        forms: Parsers of the forms that fields have beyond their types.
         typed: The dotted keys that were given on the command line.
-        parsers: Parsers of keys whose annotation does not describe their form or range.
         elsewhere: Returns where an unknown key exists instead, as the end of the error.
     """
 
+    forms: Mapping[str, Parser]
     typed: frozenset[str] = frozenset()
-    parsers: Mapping[str, Parser] = field(default_factory=dict)
     elsewhere: Callable[[Given], str | None] = lambda given: None
     errors: list[ConfigError] = field(default_factory=list)
 
@@ -79,7 +84,7 @@ class GroupReader:
         if not isinstance(raw, Mapping):
             self.errors.append(ConfigError(path, raw, "allowed is a mapping of keys to values"))
             raw = {}
-        hints = type_hints(cls)
+        hints = _hints_with_forms(cls)
         for name in raw:
             if name not in hints:
                 self.errors.append(self._unknown(Given(f"{path}.{name}", raw[name]), hints))
@@ -91,32 +96,27 @@ class GroupReader:
         return cls(**values)
 
     def _field(self, hint: object, given: Given) -> object:
+        parser: Parser | None = None
+        if get_origin(hint) is Annotated:
+            hint, form = get_args(hint)
+            parser = self.forms[form]
         if isinstance(hint, type) and is_dataclass(hint):
             return self.group(hint, given.value, given.key)
         item = get_args(hint)[0] if get_origin(hint) is list else None
         if isinstance(item, type) and is_dataclass(item):
             return self._groups(item, given)
-        return self.attempt(lambda: convert(hint, given, self.parsers.get(given.key)))
+        return self.attempt(lambda: convert(hint, given, parser))
 
     def _groups(self, cls: type[T], given: Given) -> list[T]:
-        """Return a list of dataclasses; the parsers of their fields are those of ``<key>.<field>``.
-
-        What is given on the command line is the whole list.
-        """
+        """Return a list of dataclasses; what is given on the command line is the whole list."""
         if given.value is None:
             return []
         if not isinstance(given.value, Sequence) or isinstance(given.value, str):
             self.errors.append(given.refuse("allowed is a list of mappings of keys to values"))
             return []
         numbered = [(f"{given.key}.{number}", raw) for number, raw in enumerate(given.value)]
-        parsers = {
-            f"{path}.{key.rpartition('.')[2]}": parser
-            for key, parser in self.parsers.items()
-            if key.rpartition(".")[0] == given.key
-            for path, _ in numbered
-        }
         keys = [f"{path}.{name}" for path, _ in numbered for name in type_hints(cls)]
-        reader = GroupReader(frozenset(keys if given.typed else ()), parsers, errors=self.errors)
+        reader = GroupReader(self.forms, frozenset(keys if given.typed else ()), errors=self.errors)
         return [reader.group(cls, raw, path) for path, raw in numbered]
 
     def _unknown(self, given: Given, hints: Mapping[str, Any]) -> ConfigError:

@@ -28,7 +28,6 @@ from hpc_elastic.config.schema import (
     Backend,
     NodeRange,
     OptunaSettings,
-    PoolSettings,
     RunSettings,
     SlurmSettings,
 )
@@ -88,7 +87,7 @@ def resolve(
     backend = _backend(launcher)
     keys = {key: value for key, value in dict(launcher or {}).items() if key != "backend"}
     typed = _typed(overrides, sweep_params or {})
-    reader = parse.GroupReader(typed, PARSERS, elsewhere=lambda given: _elsewhere(given, backend))
+    reader = parse.GroupReader(FORMS, typed, elsewhere=lambda given: _elsewhere(given, backend))
 
     given = {"nodes": 1, "nproc_per_node": "auto", "ft": False}
     given |= {key: config[key] for key in given if config.get(key) not in (None, UNSET)}
@@ -108,7 +107,7 @@ def resolve(
 
 def resolve_sweeper(raw: Mapping[str, Any]) -> OptunaSettings:
     """Return the checked settings of ``hydra/sweeper=elastic_optuna``; raise as `resolve` does."""
-    reader = parse.GroupReader(parsers=PARSERS)
+    reader = parse.GroupReader(FORMS)
     keys = {key: value for key, value in raw.items() if not key.startswith("_")}
     settings = reader.group(OptunaSettings, keys, "hydra.sweeper")
     is_multiple = isinstance(settings.direction, list) and len(settings.direction) > 1
@@ -509,79 +508,40 @@ def _gpus(given: Given) -> int | str:
     return int(value) if value.isdigit() else value
 
 
-_AT_LEAST_0, _AT_LEAST_1 = _bounded(integer, 0), _bounded(integer, 1)
-_WAIT, _SPAN = _bounded(number, 0), _bounded(number, 0, above=True)
-_SHARE = _between(number, 0, 1, "a number from 0 to 1")
-_PORT = _between(integer, 1, 65535, "a port from 1 to 65535, or null for none")
-_THROUGHPUT = _between(number, 0.01, 100, "a number from 0.01 to 100, such as 2.5")
+_WAIT = _bounded(number, 0)
 
 
-def _time(given: Given) -> str:
-    return parse.parse_time(given.value, from_yaml=not given.typed, key=given.key)
-
-
-PARSERS: dict[str, Parser] = {
-    "launcher.max_restarts": _AT_LEAST_0,
-    "launcher.max_failed_rounds": _AT_LEAST_1,
-    "launcher.max_requeues": _AT_LEAST_0,
-    "launcher.signal_delay_s": _SPAN,
-    "launcher.global_batch": _AT_LEAST_1,
-    "launcher.world_sizes": _world_sizes,
-    "launcher.preempt_grace_s": _SPAN,
-    "launcher.poll_interval_s": _SPAN,
-    "launcher.scale_up_timeout_s": _WAIT,
-    "launcher.min_efficiency": _SHARE,
-    "launcher.below_min_timeout_s": _SPAN,
-    "launcher.interface": _name,
-    "launcher.env": _environment,
-    "launcher.env_file": _env_file,
-    "launcher.rendezvous.join_timeout_s": _SPAN,
-    "launcher.rendezvous.straggler_timeout_s": _WAIT,
-    "launcher.rendezvous.last_call_s": _WAIT,
-    "launcher.rendezvous.heartbeat_interval_s": _SPAN,
-    "launcher.rendezvous.heartbeat_timeout_s": _SPAN,
-    "launcher.rendezvous.allow_from": _networks,
-    "launcher.agent.monitor_interval_s": _SPAN,
-    "launcher.agent.stop_timeout_s": _AT_LEAST_0,
-    "launcher.agent.exit_timeout_s": _WAIT,
-    "launcher.agent.omp_num_threads": _AT_LEAST_1,
-    "launcher.agent.warm_imports": _modules,
-    "launcher.agent.hang_timeout_s": _hang_after,
-    "launcher.agent.first_step_timeout_s": _hang_after,
-    "launcher.agent.metrics_port": _PORT,
-    "launcher.partition": _name,
-    "launcher.account": _name,
-    "launcher.qos": _name,
-    "launcher.time": _time,
-    "launcher.time_min": _time,
-    "launcher.gpus_per_node": _gpus,
-    "launcher.cpus_per_node": _AT_LEAST_1,
-    "launcher.mem": _matching(
+FORMS: dict[str, Parser] = {
+    "at least 0": _bounded(integer, 0),
+    "at least 1": _bounded(integer, 1),
+    "wait": _WAIT,
+    "span": _bounded(number, 0, above=True),
+    "share": _between(number, 0, 1, "a number from 0 to 1"),
+    "port": _between(integer, 1, 65535, "a port from 1 to 65535, or null for none"),
+    "throughput": _between(number, 0.01, 100, "a number from 0.01 to 100, such as 2.5"),
+    "hang time-out": _hang_after,
+    "time": lambda given: parse.parse_time(given.value, from_yaml=not given.typed, key=given.key),
+    "world sizes": _world_sizes,
+    "name": _name,
+    "GPUs": _gpus,
+    "memory": _matching(
         r"0|[1-9]\d*[KMGTkmgt]",
         "a whole number with its unit K, M, G or T, such as 64G, or 0 for all of the node's",
     ),
-    "launcher.array_parallelism": _AT_LEAST_1,
-    "launcher.container.mounts": _mounts,
-    "launcher.sbatch": slurm_flags.sbatch_flags,
-    "launcher.srun_args": slurm_flags.srun_args,
-    "launcher.template": _existing_file,
-    "launcher.max_agents": _AT_LEAST_1,
-    "hydra.sweeper.n_trials": _AT_LEAST_1,
-    "hydra.sweeper.n_jobs": _AT_LEAST_1,
-    "hydra.sweeper.direction": _directions,
-    "hydra.sweeper.sampler": _component(*SAMPLERS),
-    "hydra.sweeper.pruner": _component(*PRUNERS),
-    "hydra.sweeper.prune_every_steps": _AT_LEAST_1,
-    "hydra.sweeper.max_failure_rate": _SHARE,
-    "hydra.sweeper.params": _parameters,
+    "file": _existing_file,
+    "environment": _environment,
+    "environment file": _env_file,
+    "networks": _networks,
+    "modules": _modules,
+    "mounts": _mounts,
+    "sbatch": slurm_flags.sbatch_flags,
+    "srun": slurm_flags.srun_args,
+    "direction": _directions,
+    "sampler": _component(*SAMPLERS),
+    "pruner": _component(*PRUNERS),
+    "parameters": _parameters,
 }
-
-
-PARSERS |= {
-    f"launcher.pools.{field.name}": PARSERS[f"launcher.{field.name}"]
-    for field in fields(PoolSettings)
-    if f"launcher.{field.name}" in PARSERS
-} | {"launcher.pools.throughput": _THROUGHPUT}
+"""The parser of each form that a field of the schema names."""
 
 
 # ---- overrides of commands without a script, such as `resume` and `doctor`

@@ -2,13 +2,14 @@
 
 Hydra merges the user's YAML and command line into the groups ``launcher=slurm`` and
 ``launcher=local``. `hpc_elastic.config.resolve` turns that tree into these dataclasses, and refuses
-a setting that cannot work with a `ConfigError` that names the key, the value and the remedy.
+a setting that cannot work with a `ConfigError` that names the key, the value and the remedy. A text
+in ``Annotated`` is the form of a value that has one beyond its type (`resolve.FORMS`).
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 Nproc = int | Literal["auto", "gpu", "cpu"]
 
@@ -36,20 +37,20 @@ class NodeRange:
 class RendezvousSettings:
     """Rendezvous of the agents of a run (``launcher.rendezvous``)."""
 
-    join_timeout_s: float = 1800.0
+    join_timeout_s: Annotated[float, "span"] = 1800.0
     """An agent gives up when it has waited for a place for this long, but not before six times
     ``below_min_timeout_s``, and never if that is null. Time without any answer of a leader or of
     the file system does not count."""
-    straggler_timeout_s: float = 60.0
+    straggler_timeout_s: Annotated[float, "wait"] = 60.0
     """A round waits at most this long for a task that Slurm lists as RUNNING and that has not
     joined."""
-    last_call_s: float = 5.0
+    last_call_s: Annotated[float, "wait"] = 5.0
     """How long a round waits for further nodes if Slurm does not list which tasks are RUNNING."""
-    heartbeat_interval_s: float = 0.5
+    heartbeat_interval_s: Annotated[float, "span"] = 0.5
     """Interval of the heartbeats that each agent sends to the leader."""
-    heartbeat_timeout_s: float = 3.0
+    heartbeat_timeout_s: Annotated[float, "span"] = 3.0
     """An agent without a heartbeat for this long is dropped from the group."""
-    allow_from: list[str] = field(default_factory=list)
+    allow_from: Annotated[list[str], "networks"] = field(default_factory=list)
     """Networks of the nodes, such as ``[10.1.0.0/16]``: no other address reaches the run's ports,
     those of gloo and of torch's store included, which do not authenticate. Empty: all addresses."""
 
@@ -58,27 +59,27 @@ class RendezvousSettings:
 class AgentSettings:
     """Supervision of the workers of a node (``launcher.agent``)."""
 
-    monitor_interval_s: float = 0.1
+    monitor_interval_s: Annotated[float, "span"] = 0.1
     """Interval at which the agent polls its workers."""
-    stop_timeout_s: int = 30
+    stop_timeout_s: Annotated[int, "at least 0"] = 30
     """Time between SIGHUP, which stops workers, and SIGKILL."""
-    exit_timeout_s: float = 300.0
+    exit_timeout_s: Annotated[float, "wait"] = 300.0
     """Once the function has returned on all ranks, the run has succeeded. Processes of workers that
     still run this long after it, such as a tracker that uploads at exit, are ended."""
-    omp_num_threads: int | None = None
+    omp_num_threads: Annotated[int | None, "at least 1"] = None
     """OMP_NUM_THREADS of each worker; null shares the node's CPUs among its workers."""
     warm_workers: bool = True
     """Keep a process per worker ready that has imported torch, of about 0.2 GiB each: a restart
     then starts no process. Variables that must be set before ``import torch``, such as
     OMP_NUM_THREADS, go into ``launcher.env``; a script that sets them itself needs false here."""
-    warm_imports: list[str] = field(default_factory=lambda: ["torch"])
+    warm_imports: Annotated[list[str], "modules"] = field(default_factory=lambda: ["torch"])
     """Modules that these processes import ahead, such as ``transformers``."""
-    hang_timeout_s: float | None = None
+    hang_timeout_s: Annotated[float | None, "hang time-out"] = None
     """A group that makes no step for this long, and whose workers do not move, hangs: it is
     restarted. null or ``auto``: 10 times the median step, at least 60 s, or 150 s with ``ft=true``;
     0 or false: never. With ``ft=true``, give more than twice the time-out of the script's
     Manager."""
-    first_step_timeout_s: float | None = None
+    first_step_timeout_s: Annotated[float | None, "hang time-out"] = None
     """A group that makes no first step for this long hangs as well. null or ``auto``: 10 times the
     longest start that the node has measured in this run, at least 600 s; before it has measured
     one, 1800 s for ranks that stand while one waits in a collective; 0 or false: never."""
@@ -88,7 +89,7 @@ class AgentSettings:
     """Bind each worker, and so its pinned memory, to CPUs near its GPU, as ``torchrun
     --numa-binding``: ``node`` is those of the GPU's NUMA node. null: not bound, as with torchrun.
     It needs ``preflight``, and torch 2.9 or newer."""
-    metrics_port: int | None = None
+    metrics_port: Annotated[int | None, "port"] = None
     """Serve this node's OpenMetrics on this port of 127.0.0.1, beside the text file that is always
     written; null: no port."""
 
@@ -101,7 +102,7 @@ class ContainerSettings:
     """null: no container."""
     image: str | None = None
     """The image: a path, or a URL that the runtime accepts."""
-    mounts: list[str] = field(default_factory=list)
+    mounts: Annotated[list[str], "mounts"] = field(default_factory=list)
     """``/outside:/inside``, or ``/outside:/inside:ro`` for a read-only mount."""
     args: list[str] = field(default_factory=list)
     """Further arguments of the runtime."""
@@ -111,26 +112,26 @@ class ContainerSettings:
 class LauncherSettings:
     """Settings of both ``launcher=slurm`` and ``launcher=local`` (``launcher.*``)."""
 
-    max_restarts: int = 3
+    max_restarts: Annotated[int, "at least 0"] = 3
     """Restarts after failures of workers, for the whole run. Lost nodes count if more than
     ``max_failed_rounds`` rounds in a row lose one without a new checkpoint or a further step."""
     scale_up: Literal["checkpoint", "immediate", "on_restart"] = "checkpoint"
     """When a late node joins: at the next checkpoint that the workers announce (``checkpoint``); at
     once (``immediate``); or when the group restarts for another reason (``on_restart``)."""
-    scale_up_timeout_s: float = 60.0
+    scale_up_timeout_s: Annotated[float, "wait"] = 60.0
     """With ``scale_up=checkpoint``: a script that announces no checkpoints is interrupted when a
     node has waited this long."""
-    min_efficiency: float | None = None
+    min_efficiency: Annotated[float | None, "share"] = None
     """From 0 to 1: a run grows while a further node adds at least this part of a node's share of
     the throughput, by its measured step times; ``0.5`` is usual. Beyond that its pending tasks stay
     away from the queue. null: it grows up to its max nodes. A step has to do the same work on any
     number of nodes."""
-    below_min_timeout_s: float | None = 300.0
+    below_min_timeout_s: Annotated[float | None, "span"] = 300.0
     """Below min nodes, a node waits this long for others and then returns to the queue, up to five
     times as long if the run has returned its nodes before; null waits for as long as the job may
     run. A node returns within seconds if other runs of the user hold the
     nodes that its run lacks, and comes back when enough nodes are idle."""
-    max_failed_rounds: int = 3
+    max_failed_rounds: Annotated[int, "at least 1"] = 3
     """Number of consecutive rounds that end by failures of workers, with no new checkpoint, after
     which the run ends with the first of these errors, even if ``max_restarts`` allows more."""
     require_group: bool = False
@@ -139,25 +140,25 @@ class LauncherSettings:
     on_bad_loss: Literal["warn", "stop"] = "warn"
     """If a reported loss is not a finite number: name it in ``status`` and events (``warn``), or
     end the run as well (``stop``)."""
-    max_requeues: int | None = None
+    max_requeues: Annotated[int | None, "at least 0"] = None
     """How often the task of each node may return to the queue; null: without limit."""
-    signal_delay_s: float = 120.0
+    signal_delay_s: Annotated[float, "span"] = 120.0
     """Seconds before the end of its wall time, or after the user signal, at which a node is left.
     Before the end: at most a tenth of the time limit, and at most what saving and leaving takes,
     once that is measured."""
-    preempt_grace_s: float | None = None
+    preempt_grace_s: Annotated[float | None, "span"] = None
     """Seconds between SIGTERM and SIGKILL of a preempted node, in which the run saves; null: as
     Slurm is configured at the submission (GraceTime of the partition, and KillWait)."""
     preempt_signal: Literal["USR1", "USR2"] = "USR2"
     """The user signal: ``scancel --signal=USR2 JOB`` makes the run save and leave the node."""
-    global_batch: int | None = None
+    global_batch: Annotated[int | None, "at least 1"] = None
     """The global batch that the script keeps constant: a run that may get more workers than it has
     samples is refused at the submission. The script reads it from its config."""
-    world_sizes: list[int] = field(default_factory=list)
+    world_sizes: Annotated[list[int], "world sizes"] = field(default_factory=list)
     """The numbers of workers that a group may have, such as ``[1, 2, 4, 8]``, for a training whose
     ranks need equal shares of a batch (contrastive losses, which gather from all ranks). Further
     nodes wait until there are enough for the next size. Empty: any number."""
-    interface: str | None = None
+    interface: Annotated[str | None, "name"] = None
     """Network interface of agents, gloo and NCCL, such as ``ib0``; null finds one, and NCCL has it
     only where neither the site's nccl.conf nor an InfiniBand or RoCE adapter decides."""
     wait: bool = True
@@ -173,12 +174,12 @@ class LauncherSettings:
     """Run from a copy of the code, made at the submission."""
     dry_run: bool = False
     """Write all files and print the plan; submit nothing."""
-    poll_interval_s: float = 1.0
+    poll_interval_s: Annotated[float, "span"] = 1.0
     """Interval of the progress display. Slurm is queried once a minute while all runs train."""
-    env: dict[str, str] = field(default_factory=dict)
+    env: Annotated[dict[str, str], "environment"] = field(default_factory=dict)
     """Environment variables of the workers. They may be secret: files that hold them are 0600. On
     the command line they can be read by all users of the machine: see ``env_file``."""
-    env_file: str | None = None
+    env_file: Annotated[str | None, "environment file"] = None
     """Path of a file with further variables, for secrets: a line ``NAME=value`` each, as it is,
     without quotes; ``#`` begins a comment. Only its owner may read it (``chmod 600``), and it is
     read at the submission."""
@@ -195,26 +196,26 @@ class PoolSettings:
 
     nodes: int = 0
     """Number of nodes, at least 1."""
-    partition: str | None = None
+    partition: Annotated[str | None, "name"] = None
     """As in sbatch."""
-    account: str | None = None
+    account: Annotated[str | None, "name"] = None
     """As in sbatch."""
-    qos: str | None = None
+    qos: Annotated[str | None, "name"] = None
     """As in sbatch."""
     constraint: str | None = None
     """Features that a node must have, as in sbatch."""
-    gpus_per_node: int | str | None = None
+    gpus_per_node: Annotated[int | str | None, "GPUs"] = None
     """``2`` or ``'a100:2'``."""
-    time: str | None = None
+    time: Annotated[str | None, "time"] = None
     """Wall time of one task."""
-    time_min: str | None = None
+    time_min: Annotated[str | None, "time"] = None
     """The least wall time for which a task starts."""
     harvest: Literal["off", "auto", "ladder"] | None = None
     """How its tasks fill gaps between other jobs."""
-    throughput: float = 1.0
+    throughput: Annotated[float, "throughput"] = 1.0
     """Samples a second of one of its workers, in relation to those of other pools: `ElasticSampler`
     and `ElasticStream` give each worker a share of the global batch in proportion to it."""
-    preempt_grace_s: float | None = None
+    preempt_grace_s: Annotated[float | None, "span"] = None
     """Seconds between SIGTERM and SIGKILL of a preempted node."""
 
 
@@ -227,15 +228,15 @@ class SlurmSettings(LauncherSettings):
     them. Below min nodes nothing is held. A preemption of one node of the job takes all of them."""
     job_name: str | None = None
     """null: the name of the script, or of the function."""
-    partition: str | None = None
+    partition: Annotated[str | None, "name"] = None
     """As in sbatch."""
-    account: str | None = None
+    account: Annotated[str | None, "name"] = None
     """As in sbatch."""
-    qos: str | None = None
+    qos: Annotated[str | None, "name"] = None
     """As in sbatch."""
-    time: str | None = None
+    time: Annotated[str | None, "time"] = None
     """Wall time of one task: minutes, ``'MM:SS'``, ``'HH:MM:SS'`` or ``'D-HH:MM:SS'``."""
-    time_min: str | None = None
+    time_min: Annotated[str | None, "time"] = None
     """The least wall time for which a task starts, such as ``10``: between other jobs a task starts
     with as much of ``time`` as is left there, and returns to the queue at its end. null: with all
     of ``time`` only."""
@@ -244,11 +245,11 @@ class SlurmSettings(LauncherSettings):
     QOS with NoReserve, if ``qos`` is not given, else ``time_min`` (5 minutes if not given).
     ``ladder``: ``time_min`` without a look at other jobs: the waiting tasks have limits of several
     lengths."""
-    gpus_per_node: int | str | None = None
+    gpus_per_node: Annotated[int | str | None, "GPUs"] = None
     """``2`` or ``'a100:2'``."""
-    cpus_per_node: int | None = None
+    cpus_per_node: Annotated[int | None, "at least 1"] = None
     """CPUs of a node for its task, all workers together."""
-    mem: str | None = None
+    mem: Annotated[str | None, "memory"] = None
     """Memory of a node, such as ``64G``."""
     constraint: str | None = None
     """Features that a node must have, as in sbatch."""
@@ -262,7 +263,7 @@ class SlurmSettings(LauncherSettings):
     pools: list[PoolSettings] = field(default_factory=list)
     """Several partitions, QOS or accounts for one run, each with its number of nodes; together they
     have the max of the key nodes. The first ones are first in the queue."""
-    array_parallelism: int | None = None
+    array_parallelism: Annotated[int | None, "at least 1"] = None
     """At most this many tasks of the array at a time. A task in the place of one that Slurm does
     not requeue is a job of its own and does not count, since the limit is that of one array."""
     result_job: bool = False
@@ -272,13 +273,13 @@ class SlurmSettings(LauncherSettings):
     setup: list[str] = field(default_factory=list)
     """Shell lines before the task, such as ``module load cuda``."""
     container: ContainerSettings = field(default_factory=ContainerSettings)
-    sbatch: dict[str, str | int | bool | None] = field(default_factory=dict)
+    sbatch: Annotated[dict[str, str | int | bool | None], "sbatch"] = field(default_factory=dict)
     """Further sbatch flags: ``{reservation: night, contiguous: true}``."""
-    srun_args: list[str] = field(default_factory=list)
+    srun_args: Annotated[list[str], "srun"] = field(default_factory=list)
     """Further arguments of the srun that starts the agent."""
     python: str | None = None
     """Python on the nodes; null is the one that submits."""
-    template: str | None = None
+    template: Annotated[str | None, "file"] = None
     """Path of a Jinja2 template that replaces the packaged one."""
 
 
@@ -289,9 +290,9 @@ class LocalSettings(LauncherSettings):
     Its GPUs are divided evenly among the nodes of a run (`hpc_elastic.launcher.local`).
     """
 
-    cpus_per_node: int = 1
+    cpus_per_node: Annotated[int, "at least 1"] = 1
     """Number of CPUs of a node."""
-    max_agents: int | None = None
+    max_agents: Annotated[int | None, "at least 1"] = None
     """At most this many nodes at a time over all runs; null: twice the CPUs, one run at least."""
 
 
@@ -371,32 +372,32 @@ PRUNERS = {
 class OptunaSettings:
     """``hydra/sweeper=elastic_optuna``: the trials of an Optuna study as runs."""
 
-    n_trials: int = 20
+    n_trials: Annotated[int, "at least 1"] = 20
     """Number of trials of the study that end, those that fail or are pruned included."""
-    n_jobs: int = 2
+    n_jobs: Annotated[int, "at least 1"] = 2
     """Trials in flight: submitted, and not ended. As many as find nodes, and some that wait in the
     queue, keep all nodes busy."""
-    direction: str | list[str] = field(default_factory=lambda: ["minimize"])
+    direction: Annotated[str | list[str], "direction"] = field(default_factory=lambda: ["minimize"])
     """``minimize`` or ``maximize``; a list of them for several objectives."""
     storage: str | None = None
     """Path of a file that Optuna appends to, also on NFS; or the URL of a database. null: the file
     ``optuna.journal`` in the sweep directory."""
     study_name: str | None = None
     """null: the name of the script."""
-    sampler: str | dict[str, object] = "tpe"
+    sampler: Annotated[str | dict[str, object], "sampler"] = "tpe"
     """``tpe``, ``random``, ``cmaes``, ``gp``, ``nsgaii`` or ``qmc``; or a mapping with
     ``_target_``, such as ``{_target_: optuna.samplers.TPESampler, seed: 1}``."""
-    pruner: str | dict[str, object] | None = None
+    pruner: Annotated[str | dict[str, object] | None, "pruner"] = None
     """``median``, ``hyperband`` or ``successive_halving``; or a mapping with ``_target_``. It
     compares what the runs report, at multiples of ``prune_every_steps``. null: no trial is ended
     early."""
     prune_on: str = "loss"
     """What the pruner compares: ``loss``, the lower the better; or the name of a metric that the
     script reports, which is better in the same direction as the objective."""
-    prune_every_steps: int | None = None
+    prune_every_steps: Annotated[int | None, "at least 1"] = None
     """Optimizer steps between two values that the pruner gets; null: a twentieth of the
     ``total_steps`` that the first run reports."""
-    max_failure_rate: float = 0.5
+    max_failure_rate: Annotated[float, "share"] = 0.5
     """Once more than this share of ``n_trials`` has failed, no further trial is started."""
-    params: dict[str, object] = field(default_factory=dict)
+    params: Annotated[dict[str, object], "parameters"] = field(default_factory=dict)
     """The parameters, as on the command line: ``lr: tag(log, interval(1e-5, 0.1))``."""

@@ -51,7 +51,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from hpc_elastic.config.schema import Nproc
+from hpc_elastic.config.schema import TOP_LEVEL, Nproc
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.run import arguments
 from hpc_elastic.run.directory import Entry, RunDir
@@ -621,20 +621,9 @@ def launch_entry(
 # ---- parts
 
 
-def _config(
-    *,
-    nodes: int | str = 1,
-    nproc_per_node: Nproc = "auto",
-    launcher: str = "local",
-    ft: bool = False,
-    **settings: Any,
-) -> dict[str, Any]:
-    return {
-        "nodes": nodes,
-        "nproc_per_node": nproc_per_node,
-        "ft": ft,
-        "launcher": {**settings, "backend": launcher},
-    }
+def _config(*, launcher: str = "local", **settings: Any) -> dict[str, Any]:
+    top = {key: settings.pop(key) for key in TOP_LEVEL if key in settings}
+    return {**top, "launcher": {**settings, "backend": launcher}}
 
 
 def _json_arguments(

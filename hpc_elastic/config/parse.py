@@ -30,7 +30,6 @@ from hpc_elastic.errors import ConfigError, near_miss
 T = TypeVar("T")
 type_hints: Callable[[Any], dict[str, Any]] = cache(typing.get_type_hints)
 """Annotations, evaluated once: that takes longer than reading all values of a run."""
-
 _hints_with_forms: Callable[[Any], dict[str, Any]] = cache(
     partial(typing.get_type_hints, include_extras=True)
 )

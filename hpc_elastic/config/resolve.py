@@ -25,6 +25,7 @@ from hpc_elastic.config.schema import (
     BACKENDS,
     PRUNERS,
     SAMPLERS,
+    TOP_LEVEL,
     Backend,
     NodeRange,
     OptunaSettings,
@@ -33,7 +34,6 @@ from hpc_elastic.config.schema import (
 )
 from hpc_elastic.errors import ConfigError, near_miss
 
-TOP_LEVEL = ("nodes", "nproc_per_node", "ft")
 _NEW_NAMES = {
     "gang": "coallocate_min",
     "grow": "scale_up",
@@ -509,7 +509,6 @@ def _gpus(given: Given) -> int | str:
 
 
 _WAIT = _bounded(number, 0)
-
 
 FORMS: dict[str, Parser] = {
     "at least 0": _bounded(integer, 0),

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 Nproc = int | Literal["auto", "gpu", "cpu"]
+TOP_LEVEL = ("nodes", "nproc_per_node", "ft")
+"""Keys of the settings that stand beside the group ``launcher``."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, Node, OmegaConf, open_dict
 
-from hpc_elastic.config.resolve import TOP_LEVEL
+from hpc_elastic.config.schema import TOP_LEVEL
 
 _REMEMBERED = 1000
 """Most configs that are kept from the sweeper's validation for the launcher."""

@@ -50,6 +50,7 @@ from hpc_elastic.config.frozen import (
     whole_config,
 )
 from hpc_elastic.config.resolve import resolve
+from hpc_elastic.config.schema import TOP_LEVEL
 from hpc_elastic.errors import ConfigError, HpcElasticError
 from hpc_elastic.launcher.hydra_compose import SharingLoader, name_overrides, settings_in
 from hpc_elastic.launcher.plan import RunRequest
@@ -228,7 +229,6 @@ def _job_return(job: FrozenJob) -> JobReturn:
 
 # ---- freeze a job
 
-_SETTINGS = ("nodes", "nproc_per_node", "ft", "launcher")
 _OF_THE_JOB = ("job", "runtime", "overrides")
 """Sections of ``hydra`` that are other ones in each job."""
 _CALL = re.compile(r"\$\{\s*(?!hydra:)[\w.]+:")
@@ -291,7 +291,8 @@ def freeze_job(
             hydra = shared.hydra(node)
             for interpolation in encoder.interpolations:
                 shared.read(interpolation)
-            given = {key: _resolved(config, key) for key in _SETTINGS if key in task.values}
+            keys = [key for key in (*TOP_LEVEL, "launcher") if key in task.values]
+            given = {key: _resolved(config, key) for key in keys}
     finally:
         HydraConfig.instance().cfg = before
     shared.report_lost(encoder.lost)

@@ -89,8 +89,8 @@ def resolve(
     typed = _typed(overrides, sweep_params or {})
     reader = parse.GroupReader(FORMS, typed, elsewhere=lambda given: _elsewhere(given, backend))
 
-    given = {"nodes": 1, "nproc_per_node": "auto", "ft": False}
-    given |= {key: config[key] for key in given if config.get(key) not in (None, UNSET)}
+    own = {key: config[key] for key in TOP_LEVEL if config.get(key) not in (None, UNSET)}
+    given = {**TOP_LEVEL, **own}
     is_yaml = "nodes" not in typed
     nodes = reader.attempt(lambda: parse.parse_nodes(given["nodes"], from_yaml=is_yaml))
     nproc = reader.attempt(lambda: parse.parse_nproc(given["nproc_per_node"]))

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 Nproc = int | Literal["auto", "gpu", "cpu"]
-TOP_LEVEL = ("nodes", "nproc_per_node", "ft")
-"""Keys of the settings that stand beside the group ``launcher``."""
+TOP_LEVEL: dict[str, object] = {"nodes": 1, "nproc_per_node": "auto", "ft": False}
+"""Keys of the settings that stand beside the group ``launcher``, with their defaults."""
 
 
 @dataclass(frozen=True)

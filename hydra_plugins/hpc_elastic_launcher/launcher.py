@@ -21,7 +21,7 @@ from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
 
 from hpc_elastic._util import folder
-from hpc_elastic.config.schema import BACKENDS, OptunaSettings
+from hpc_elastic.config.schema import BACKENDS, TOP_LEVEL, OptunaSettings
 
 if TYPE_CHECKING:
     from hydra.core.utils import JobReturn
@@ -188,13 +188,7 @@ def register_defaults() -> None:
     for backend, settings in BACKENDS.items():
         # not a struct: `hpc_elastic.config` refuses unknown keys with the nearest known key
         launcher = OmegaConf.create(asdict(settings()), flags={"struct": False})
-        node = {
-            "hydra": {"launcher": {"_target_": TARGET}},
-            "nodes": 1,
-            "nproc_per_node": "auto",
-            "ft": False,
-            "launcher": launcher,
-        }
+        node = {"hydra": {"launcher": {"_target_": TARGET}}, **TOP_LEVEL, "launcher": launcher}
         name = f"hpc_elastic_{backend}"
         store.store(name=name, group="hydra/launcher", node=node, package="_global_")
     sweeper: dict[str, Any] = {

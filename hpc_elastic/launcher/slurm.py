@@ -359,10 +359,9 @@ def query_partitions(
             assert isinstance(launcher, SlurmSettings)
             known.append(query(launcher.partition, launcher.qos))
             partitions |= {partition.name: partition for partition in known[-1].partitions}
-            if note := _time_note(launcher, known[-1].partitions):
-                notes[note] = None
-            if note := _gpu_note(launcher, run.settings.nproc_per_node, has_gpus):
-                notes[note] = None
+            late = _time_note(launcher, known[-1].partitions)
+            without_gpus = _gpu_note(launcher, run.settings.nproc_per_node, has_gpus)
+            notes |= dict.fromkeys(filter(None, (late, without_gpus)))
         _require_nodes(run.settings, list(partitions.values()))
         found.append(known)
     for note in notes:

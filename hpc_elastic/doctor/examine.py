@@ -29,11 +29,9 @@ class Examination:
     cluster: ClusterFacts = field(default_factory=ClusterFacts)
 
 
-def examine_login_node(
-    settings: RunSettings, path: Path, client: SiteClient | None = None
-) -> Examination:
+def examine_login_node(settings: RunSettings, path: Path) -> Examination:
     """Examine the login node, Slurm and a directory that exists; nothing is submitted."""
-    client = client or SiteClient(env=dict(os.environ))
+    client = SiteClient(env=dict(os.environ))
     launcher = cluster.slurm_settings(settings)
     own_python = launcher.python is None and launcher.container.runtime is None
     here, shared = probe_task.collect_host_facts(), probe_task.collect_folder_facts(path)
@@ -99,15 +97,12 @@ def examine_nodes(
         *node_checks.check_signals(evidence, kill_wait_s),
     ]
     facts = {
-        "nodes_asked": evidence.num_asked,
-        "waiting": {str(i): why for i, why in evidence.waiting.items()},
-        "silent": {str(i): what for i, what in evidence.silent.items()},
-        "blind": {str(i): node for i, node in evidence.blind.items()},
+        "nodes_asked": evidence.num_asked, "waiting": evidence.waiting,
+        "silent": evidence.silent, "blind": evidence.blind,
         "nodes": [asdict(report) for report in evidence.reports.values()],
-        "notices": {str(i): times for i, times in evidence.notices.items()},
-        "endings": [vars(ending) for ending in evidence.endings],
+        "notices": evidence.notices, "endings": [vars(ending) for ending in evidence.endings],
         "leftovers": evidence.leftovers,
-    }
+    }  # fmt: skip
     return _add_findings(before, findings, facts)
 
 

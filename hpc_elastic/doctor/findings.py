@@ -70,12 +70,6 @@ def worst_verdict(findings: Iterable[Finding]) -> Verdict:
     return min((f.verdict for f in findings), key=_ORDER.index, default=Verdict.OK)
 
 
-def problems_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings that are not OK, the worst first, otherwise in order."""
-    bad = [f for f in findings if f.verdict is not Verdict.OK]
-    return sorted(bad, key=lambda f: _ORDER.index(f.verdict))
-
-
 def ok(check: str, found: str, why: str = "") -> Finding:
     """Return a finding with the verdict OK."""
     return Finding(check, Verdict.OK, found, why)
@@ -153,14 +147,14 @@ def _table(rows: Sequence[Finding]) -> Table:
 
 
 def _summary(findings: Sequence[Finding]) -> RenderableType:
-    bad = problems_first(findings)
+    bad = [f for f in findings if f.verdict is not Verdict.OK]
     numbers = {v: sum(f.verdict is v for f in findings) for v in Verdict}
     if not bad:
         return Text(f"All is well: {counted(len(findings), 'check')}.", style="bold green")
     words = {Verdict.FAIL: "failed", Verdict.WARN: "to look at", Verdict.UNKNOWN: "not known"}
     parts = [f"{numbers[v]} {word}" for v, word in words.items() if numbers[v]]
     head = Text(f"{', '.join(parts)}, {numbers[Verdict.OK]} well", style="bold")
-    return Group(head, *(_advice(finding) for finding in bad))
+    return Group(head, *map(_advice, sorted(bad, key=lambda f: _ORDER.index(f.verdict))))
 
 
 def _advice(finding: Finding) -> RenderableType:

@@ -97,7 +97,7 @@ class FolderTrial:
         """
         start = time.monotonic()
         files = [self._file(name) for name in ("removed", "replaced", "appended")]
-        while self._names("renamed") != {"old"} or any(_read(file) != _OLD for file in files):
+        while self._names("renamed") != {"old"} or any(read(file) != _OLD for file in files):
             if time.monotonic() - start > timeout_s:
                 return Visibility(dict.fromkeys((*CHANGES, PATH)), timeout_s)
             time.sleep(_LONGEST_PAUSE_S)
@@ -105,8 +105,8 @@ class FolderTrial:
             "created": lambda: self._names("created") == {"new"},
             "renamed": lambda: self._names("renamed") == {"new"},
             "removed": lambda: self._names("removed") == set(),
-            "replaced": lambda: _read(self._file("replaced")).removeprefix(_OLD),
-            "appended": lambda: _read(self._file("appended")) == _OLD + _MORE,
+            "replaced": lambda: read(self._file("replaced")).removeprefix(_OLD),
+            "appended": lambda: read(self._file("appended")) == _OLD + _MORE,
             PATH: (self.path / PATH / "new").exists,
         }
         for detect in unseen.values():
@@ -136,7 +136,7 @@ class FolderTrial:
         numbers = range(first, first + TOGETHER)
         won = [self._link(number, who) for number in numbers]
         # was the reply to a link of our own lost?
-        return [w or _read(self._race(n)) == who for n, w in zip(numbers, won, strict=True)]
+        return [w or read(self._race(n)) == who for n, w in zip(numbers, won, strict=True)]
 
     def _link(self, number: int, who: str) -> bool:
         try:
@@ -147,7 +147,7 @@ class FolderTrial:
 
     def read_winners(self) -> list[str]:
         """Return the holder of each round's name, as this node reads it; empty if it cannot."""
-        return [_read(self._race(number)) for number in range(NUM_ROUNDS)]
+        return [read(self._race(number)) for number in range(NUM_ROUNDS)]
 
     def _race(self, name: int | str) -> Path:
         return self.path / "race" / str(name)
@@ -173,8 +173,8 @@ def count_race(won: Sequence[tuple[bool, bool]], winners: Sequence[Sequence[str]
     )
 
 
-def _read(file: Path) -> str:
-    """Return the content of a file; empty if it cannot be read."""
+def read(file: Path) -> str:
+    """Return the present text of a file that others write; empty if it cannot be read."""
     try:
         refresh(file)
         return file.read_text()

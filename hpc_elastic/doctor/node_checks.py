@@ -446,7 +446,6 @@ def _allreduce(evidence: Evidence) -> Iterator[Finding]:
 
 _SHORT = 0.7
 """A grace is shorter than configured when it is below this share of it."""
-_SLACK_S = 3.0
 
 
 def check_signals(evidence: Evidence, kill_wait_s: float) -> Iterator[Finding]:
@@ -484,23 +483,20 @@ def _notice(evidence: Evidence) -> Finding:
 
 
 def _grace(ending: NodeEnding, kill_wait_s: float) -> Finding:
-    check, what = f"signals.{ending.how}_grace", f"a task that is {_done(ending)}"
-    why = "in that time all ranks save one step; a preemption adds the partition's GraceTime"
-    asked, worker = ending.lived_s.get(AGENT), ending.lived_s.get(WORKER)
-    if asked is None:
-        remedy = "Admin: is SIGTERM sent at all (KillWait), and does srun forward it?"
-        found = f"{what} got no SIGTERM before its end on {ending.node}"
-        return fail(check, found, why, remedy)
-    least = min(asked, asked if worker is None else worker)
-    at_least = "at least " if ending.capped else ""
-    found = f"{what} got SIGTERM and lived for {at_least}{duration(round(least, 1))} more"
+    what, at_least = f"a task that is {_done(ending)}", "at least " if ending.capped else ""
+    has_got_it = ending.lived_s.get(AGENT) is not None
+    least_s = min((s for s in ending.lived_s.values() if s is not None), default=0.0)
+    found = f"{what} got SIGTERM and lived for {at_least}{duration(round(least_s, 1))} more"
     found += f" on {ending.node}; KillWait is {duration(kill_wait_s)}"
-    if not ending.capped and least < kill_wait_s * _SHORT:
-        remedy = (
-            f"set launcher.preempt_grace_s={max(1, int(least))}: runs count on what is configured"
-        )
-        return warn(check, found, why, remedy)
-    return ok(check, found, why)
+    return judge(
+        f"signals.{ending.how}_grace",
+        "in that time all ranks save one step; a preemption adds the partition's GraceTime",
+        (not has_got_it, fail, f"{what} got no SIGTERM before its end on {ending.node}",
+         "Admin: is SIGTERM sent at all (KillWait), and does srun forward it?"),
+        (not ending.capped and least_s < kill_wait_s * _SHORT, warn, found,
+         f"set launcher.preempt_grace_s={max(1, int(least_s))}: runs count on what is configured"),
+        well=found,
+    )  # fmt: skip
 
 
 def _leftover(ending: NodeEnding) -> Finding:

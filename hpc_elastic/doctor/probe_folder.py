@@ -4,9 +4,8 @@
     go                         indices of the tasks that take part: those that run by then
     peer-<i>.json              address of task i
     node-<i>.json              report of task i, written once it has measured everything
-    <who>-<i>.<n>.signals      signals that ``agent`` or ``worker`` received in attempt n, as JSON
-                               lines
-    <who>-<i>.<n>.beat         time of its last heartbeat: after SIGKILL, the time of that
+    <who>-<i>.signals          signals that ``agent`` or ``worker`` received, as JSON lines
+    <who>-<i>.beat             time of its last heartbeat: after SIGKILL, the time of that
     outside-<i>                errors of Slurm's commands outside of a container
     back-<i>.json              task i was requeued, and runs again
     trial-<i>                  a folder that another node changes while task i watches it
@@ -19,7 +18,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +31,8 @@ POLL_S = 0.1
 class ProbePlan:
     """The settings of the tasks of a probe; the token authenticates their requests."""
 
-    num_nodes: int
     token: str
     interface: str | None = None
-    in_container: bool = False
     lifetime_s: float = 540.0
 
 
@@ -82,13 +78,13 @@ class ProbeFolder:
         """Errors outside of a container; an empty file without errors."""
         return self.path / f"outside-{index}"
 
-    def signal_file(self, who: str, index: int, attempt: int) -> Path:
+    def signal_file(self, who: str, index: int) -> Path:
         """The signals of a process of a task."""
-        return self.path / f"{who}-{index}.{attempt}.signals"
+        return self.path / f"{who}-{index}.signals"
 
-    def heartbeat_file(self, who: str, index: int, attempt: int) -> Path:
+    def heartbeat_file(self, who: str, index: int) -> Path:
         """The last heartbeat of a process of a task."""
-        return self.path / f"{who}-{index}.{attempt}.beat"
+        return self.path / f"{who}-{index}.beat"
 
     @property
     def staleness_s(self) -> float:
@@ -112,12 +108,11 @@ class ProbeFolder:
         """Write a JSON file atomically."""
         write_atomic(file, json.dumps(content))
 
-
-def wait_for_json(file: Path, timeout_s: float, over: Callable[[], bool]) -> Any | None:
-    """Wait for a JSON file and return its content; None after the time-out, or once it is over."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline and not over():
-        if is_there(file):
-            return json.loads(file.read_text())
-        time.sleep(POLL_S)
-    return None
+    def wait_for_json(self, file: Path, timeout_s: float) -> Any | None:
+        """Wait for a JSON file; return its content, None after the time-out or the probe's end."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and not self.is_over:
+            if is_there(file):
+                return json.loads(file.read_text())
+            time.sleep(POLL_S)
+        return None

@@ -19,13 +19,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
-from hpc_elastic.config.parse import time_limit_s
+from hpc_elastic.config.parse import restored, time_limit_s
 from hpc_elastic.config.schema import RunSettings, SlurmSettings
 from hpc_elastic.doctor.allreduce_check import TIMEOUT_S as HELLO_S
 from hpc_elastic.doctor.allreduce_check import AllreduceResult
 from hpc_elastic.doctor.cluster import slurm_settings
+from hpc_elastic.doctor.folder_trial import read
 from hpc_elastic.doctor.probe_folder import ProbeFolder, ProbePlan
 from hpc_elastic.doctor.probe_network import MeetingResult
 from hpc_elastic.doctor.probe_task import NodeFacts
@@ -34,7 +35,7 @@ from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.launcher import batch_script
 from hpc_elastic.launcher.submit import read_template
 from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, Submission
-from hpc_elastic.shared_files import is_there, read_tail, refresh, write_atomic
+from hpc_elastic.shared_files import is_there, read_tail, write_atomic
 from hpc_elastic.slurm.client import SiteClient
 from hpc_elastic.slurm.job_state import Phase, TaskState
 
@@ -133,14 +134,13 @@ def _lay_out(launcher: SlurmSettings, submission: Path, num_nodes: int) -> Path:
     Submission(submission).logs.mkdir(parents=True)
     limit_s = 60.0 * int(launcher.time or _MINUTES)
     plan = ProbePlan(
-        num_nodes=num_nodes,
         token=secrets.token_hex(16),
         interface=launcher.interface,
-        in_container=launcher.container.runtime is not None,
         lifetime_s=limit_s - 10,
     )
     ProbeFolder(submission).write_plan(plan)
-    if plan.in_container:  # a shell line outside of it that runs Slurm's commands, and never fails
+    if launcher.container.runtime is not None:
+        # a shell line outside of the container that runs Slurm's commands, and never fails
         file = shlex.quote(str(ProbeFolder(submission).outside_file(""))) + "$SLURM_ARRAY_TASK_ID"
         queries = 'squeue -h -j "$SLURM_JOB_ID" && scontrol show config'
         line = f"{{ {queries}; }} > /dev/null 2> {file} || true"
@@ -398,18 +398,14 @@ PROCESSES = (AGENT, WORKER)
 
 @dataclass(frozen=True)
 class NodeReport:
-    """The report of one task; without an all_reduce if it took no part in that."""
+    """The report of one task, written by `probe_task`.
+
+    It has no all_reduce if it took no part in that.
+    """
 
     facts: NodeFacts
     meeting: MeetingResult
     allreduce: AllreduceResult | None
-
-    @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> NodeReport:
-        """Return it from its JSON object, which `probe_task` writes."""
-        facts, meeting = NodeFacts.from_json(raw["facts"]), MeetingResult.from_json(raw["meeting"])
-        allreduce = None if raw["allreduce"] is None else AllreduceResult(**raw["allreduce"])
-        return cls(facts, meeting, allreduce)
 
 
 @dataclass(frozen=True)
@@ -481,8 +477,8 @@ def read_reports(
         if is_there(place.report_file(index)):
             raw = json.loads(place.report_file(index).read_text())
             try:
-                found[index] = NodeReport.from_json(raw)
-            except (TypeError, KeyError, AttributeError):
+                found[index] = restored(NodeReport, raw)
+            except (TypeError, KeyError, ValueError):
                 try:
                     theirs = raw["facts"]["versions"]["hpc_elastic"]
                 except (TypeError, KeyError):
@@ -492,25 +488,21 @@ def read_reports(
     return found, unreadable
 
 
-def signal_time(
-    place: ProbeFolder, who: str, index: int, name: str, attempt: int = 0
-) -> float | None:
+def signal_time(place: ProbeFolder, who: str, index: int, name: str) -> float | None:
     """Return when a process first received a signal, by its own clock; None if it did not."""
-    file = place.signal_file(who, index, attempt)
     try:
-        refresh(file)
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-    except (OSError, ValueError):
+        lines = [json.loads(line) for line in read(place.signal_file(who, index)).splitlines()]
+    except ValueError:
         return None
     return next((float(line["time"]) for line in lines if line["signal"] == name), None)
 
 
-def survival_times(place: ProbeFolder, index: int, attempt: int = 0) -> dict[str, float | None]:
+def survival_times(place: ProbeFolder, index: int) -> dict[str, float | None]:
     """Return how long each process of a task lived after its first SIGTERM; None without one."""
     times: dict[str, float | None] = {}
     for who in PROCESSES:
-        signalled = signal_time(place, who, index, "SIGTERM", attempt)
-        last = last_heartbeat(place.heartbeat_file(who, index, attempt))
+        signalled = signal_time(place, who, index, "SIGTERM")
+        last = last_heartbeat(place.heartbeat_file(who, index))
         times[who] = None if signalled is None or last is None else max(0.0, last - signalled)
     return times
 
@@ -518,7 +510,6 @@ def survival_times(place: ProbeFolder, index: int, attempt: int = 0) -> dict[str
 def last_heartbeat(file: Path) -> float | None:
     """Return the time in a heartbeat file; None if there is none."""
     try:
-        refresh(file)
-        return float(file.read_text())
-    except (OSError, ValueError):
+        return float(read(file))
+    except ValueError:
         return None

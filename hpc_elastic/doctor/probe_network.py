@@ -76,14 +76,6 @@ class MeetingResult:
     race: LinkRace | None = None
     problem: str = ""
 
-    @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> MeetingResult:
-        """Return it from its JSON object."""
-        peers = [PeerResult(**sight) for sight in raw["peers"]]
-        seen = None if raw["seen"] is None else Visibility(**raw["seen"])
-        race = None if raw["race"] is None else LinkRace(**raw["race"])
-        return cls(**{**raw, "peers": peers, "seen": seen, "race": race})
-
 
 class ProbeServer:
     """Serves the other tasks, in threads of its own, as long as the process lives."""

@@ -27,7 +27,7 @@ import psutil
 from hpc_elastic import _util
 from hpc_elastic.doctor import allreduce_check, probe_network
 from hpc_elastic.doctor.allreduce_check import AllreduceResult
-from hpc_elastic.doctor.probe_folder import POLL_S, ProbeFolder, ProbePlan, wait_for_json
+from hpc_elastic.doctor.probe_folder import POLL_S, ProbeFolder, ProbePlan
 from hpc_elastic.doctor.probe_network import MeetingResult
 from hpc_elastic.doctor.signal_recorder import AGENT, SignalRecorder, start_worker
 from hpc_elastic.errors import ConfigError, SlurmCommandError
@@ -49,14 +49,13 @@ def main(array_file: str) -> int:
     """Measure everything, then wait for signals until the probe ends; return the exit code."""
     slurm = SlurmEnvironment.from_env(os.environ)
     place, index = ProbeFolder.of(array_file), slurm.array_task_id or 0
-    attempt = slurm.restart_count
-    if attempt:
-        place.write_json(place.return_file(index), {"node": slurm.node_name, "restarts": attempt})
+    if restarts := slurm.restart_count:
+        place.write_json(place.return_file(index), {"node": slurm.node_name, "restarts": restarts})
         return 0
     plan = place.read_plan()
     end = time.monotonic() + plan.lifetime_s
-    recorder = SignalRecorder(place, AGENT, index, attempt)
-    worker = start_worker(array_file, index, attempt)
+    recorder = SignalRecorder(place, AGENT, index)
+    worker = start_worker(array_file, index)
     try:
         place.write_json(place.report_file(index), _measure(place, plan, index, slurm))
         while time.monotonic() < end and not place.is_over:
@@ -75,16 +74,14 @@ def _measure(
     facts = collect_node_facts(place, slurm, plan.interface)
     server = probe_network.ProbeServer(place, plan.token, v6=":" in facts.address)
     own = probe_network.publish_address(place, index, server.port, facts)
-    members = wait_for_json(place.members_file, plan.lifetime_s, lambda: place.is_over)
+    members = place.wait_for_json(place.members_file, plan.lifetime_s)
     if not members or index not in members:
         return {"facts": asdict(facts), "meeting": asdict(MeetingResult()), "allreduce": None}
     known = {index: own}
     deadline = time.monotonic() + _PEER_S + place.staleness_s
     for number in members:
         left = max(POLL_S, deadline - time.monotonic())
-        if number != index and (
-            peer := wait_for_json(place.peer_file(number), left, lambda: place.is_over)
-        ):
+        if number != index and (peer := place.wait_for_json(place.peer_file(number), left)):
             known[number] = peer
     absent = [number for number in members if number not in known]
     meeting = probe_network.meet_peers(place, index, plan.token, known, absent)
@@ -132,12 +129,6 @@ class NodeFacts:
     problem: str = ""
     clears_shm: bool = False
     gpus_there: int = 0
-
-    @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> NodeFacts:
-        """Return it from its JSON object."""
-        host, folder = HostFacts.from_json(raw["host"]), FolderFacts(**raw["folder"])
-        return cls(**{**raw, "host": host, "folder": folder})
 
 
 def collect_node_facts(
@@ -248,41 +239,32 @@ class HostFacts:
     """
 
     name: str
-    limits: dict[str, tuple[int | None, int | None]]
+    limits: dict[str, list[int | None]]
     clock_kept: bool | None
     python: str
     python_fs: str
-    missing_commands: tuple[str, ...]
+    missing_commands: list[str]
     cpus: int
     memory_bytes: int
     has_infiniband: bool = False
-
-    @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> HostFacts:
-        """Return it from its JSON object."""
-        limits = {name: (soft, hard) for name, (soft, hard) in raw["limits"].items()}
-        missing = tuple(raw["missing_commands"])
-        return cls(**{**raw, "limits": limits, "missing_commands": missing})
 
 
 def collect_host_facts() -> HostFacts:
     """Collect the facts of this host."""
     return HostFacts(
         name=socket.gethostname(),
-        limits={name: _limit(number) for name, number in _LIMITS.items()},
+        limits={
+            name: [None if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(number)]
+            for name, number in _LIMITS.items()
+        },
         clock_kept=_clock_kept(),
         python=sys.executable,
         python_fs=Mount.of(Path(sys.prefix)).kind,
-        missing_commands=tuple(name for name in SLURM_COMMANDS if shutil.which(name) is None),
+        missing_commands=[name for name in SLURM_COMMANDS if shutil.which(name) is None],
         cpus=len(os.sched_getaffinity(0)),
         memory_bytes=psutil.virtual_memory().total,
         has_infiniband=_RDMA.is_dir() and any(_RDMA.iterdir()),
     )
-
-
-def _limit(number: int) -> tuple[int | None, int | None]:
-    soft, hard = resource.getrlimit(number)
-    return tuple(None if n == resource.RLIM_INFINITY else n for n in (soft, hard))  # type: ignore[return-value]
 
 
 def _clock_kept() -> bool | None:

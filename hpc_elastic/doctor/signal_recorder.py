@@ -36,9 +36,9 @@ class SignalRecorder:
     may keep written data until the file is closed.
     """
 
-    def __init__(self, place: ProbeFolder, who: str, index: int, attempt: int) -> None:
-        self._signals = _open(place.signal_file(who, index, attempt))
-        self._beat = _open(place.heartbeat_file(who, index, attempt))
+    def __init__(self, place: ProbeFolder, who: str, index: int) -> None:
+        self._signals = _open(place.signal_file(who, index))
+        self._beat = _open(place.heartbeat_file(who, index))
         for number in _WATCHED:
             signal.signal(number, self._received)
         self.record_heartbeat()
@@ -64,16 +64,16 @@ def _open(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND * path.name.endswith("signals"))
 
 
-def start_worker(array_file: str, index: int, attempt: int) -> subprocess.Popen[bytes]:
+def start_worker(array_file: str, index: int) -> subprocess.Popen[bytes]:
     """Start the process in the place of a worker."""
     argv = [sys.executable, "-P", "-m", "hpc_elastic.doctor.signal_recorder", array_file]
-    return subprocess.Popen([*argv, str(index), str(attempt)], start_new_session=True)
+    return subprocess.Popen([*argv, str(index)], start_new_session=True)
 
 
-def main(array_file: str, index: int, attempt: int) -> None:
+def main(array_file: str, index: int) -> None:
     """Run until the probe ends, or for a while after the parent's end."""
     place, parent = ProbeFolder.of(array_file), os.getppid()
-    recorder = SignalRecorder(place, WORKER, index, attempt)
+    recorder = SignalRecorder(place, WORKER, index)
     end = time.monotonic() + place.read_plan().lifetime_s
     orphaned = False
     while time.monotonic() < end and not place.is_over:
@@ -86,4 +86,4 @@ def main(array_file: str, index: int, attempt: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]))

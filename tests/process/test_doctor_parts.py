@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpc_elastic.config.parse import restored
 from hpc_elastic.doctor import allreduce_check, probe_network, probe_task
 from hpc_elastic.doctor.folder_trial import CHANGES, NUM_ROUNDS, PATH, FolderTrial, LinkRace
 from hpc_elastic.doctor.probe_folder import ProbeFolder, ProbePlan
@@ -29,7 +30,7 @@ def place(tmp_path):
     """A probe's folder with its plan."""
     found = ProbeFolder(tmp_path / ".hpc_elastic")
     found.path.mkdir()
-    found.write_plan(ProbePlan(2, TOKEN, lifetime_s=60))
+    found.write_plan(ProbePlan(TOKEN, lifetime_s=60))
     return found
 
 
@@ -46,13 +47,13 @@ def test_this_host_is_looked_at(tmp_path):
     found = probe_task.collect_host_facts()
     assert found.limits["nofile"][0] is None or found.limits["nofile"][0] > 0
     assert found.cpus >= 1 and found.memory_bytes > 0 and found.python == sys.executable
-    assert probe_task.HostFacts.from_json(asdict(found)) == found
+    assert restored(probe_task.HostFacts, asdict(found)) == found
 
 
 def test_a_worker_writes_down_what_it_gets_and_when_it_lived_last(place):
     """SIGTERM does not end it, SIGKILL does, and the time between shows."""
-    worker = start_worker(str(place.array_file), 0, 0)
-    beat = place.heartbeat_file("worker", 0, 0)
+    worker = start_worker(str(place.array_file), 0)
+    beat = place.heartbeat_file("worker", 0)
     eventually(lambda: last_heartbeat(beat) is not None, "it lives")
     worker.send_signal(signal.SIGUSR2)
     eventually(lambda: signal_time(place, "worker", 0, "SIGUSR2"), "the notice")
@@ -70,11 +71,11 @@ def test_a_worker_that_is_left_behind_says_so_and_ends(place):
     """By this a site whose Slurm loses processes is recognised."""
     module, array = "hpc_elastic.doctor.signal_recorder", str(place.array_file)
     start = f"from {module} import start_worker as s; s({array!r}"
-    parent = f"{start}, 0, 0); import time; time.sleep(60)"
+    parent = f"{start}, 0); import time; time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", parent])
     try:
         eventually(
-            lambda: last_heartbeat(place.heartbeat_file("worker", 0, 0)) is not None, "it lives"
+            lambda: last_heartbeat(place.heartbeat_file("worker", 0)) is not None, "it lives"
         )
     finally:
         process.kill()
@@ -85,8 +86,8 @@ def test_a_worker_that_is_left_behind_says_so_and_ends(place):
 
 def test_a_worker_ends_with_the_probe(place):
     """Nothing is left over where the doctor could not cancel it."""
-    worker = start_worker(str(place.array_file), 0, 0)
-    eventually(lambda: last_heartbeat(place.heartbeat_file("worker", 0, 0)) is not None, "it lives")
+    worker = start_worker(str(place.array_file), 0)
+    eventually(lambda: last_heartbeat(place.heartbeat_file("worker", 0)) is not None, "it lives")
     place.stop_file.touch()
     assert worker.wait(30) == 0
 
@@ -111,7 +112,7 @@ def test_two_tasks_meet(place):
     assert abs(sight.clock_ahead_s) < 5 and sight.others == {"127.0.0.9": True}
     assert all(0 < met.seen.times_s[name] < 20 for name in (*CHANGES, PATH)) and not met.seen.torn
     assert met.race == LinkRace(NUM_ROUNDS) and not met.problem
-    assert probe_network.MeetingResult.from_json(json.loads(json.dumps(asdict(met)))) == met
+    assert restored(probe_network.MeetingResult, json.loads(json.dumps(asdict(met)))) == met
 
 
 def test_tasks_on_one_node_try_nothing_of_what_lies_between_nodes(place):

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 from rich.console import Console
 
+from hpc_elastic.config.parse import restored
 from hpc_elastic.config.schema import RendezvousSettings, SlurmSettings
 from hpc_elastic.doctor import findings as findings_module
 from hpc_elastic.doctor import node_checks, probe_job, probe_task
@@ -37,7 +38,7 @@ OWN = {"python": "3.12.4", "hpc_elastic": "0.1.0", "torch": "2.6.0"}
 def node(number, **changes):
     """The facts of a good node."""
     name = f"n{number}"
-    host = HostFacts(name, {"nofile": (1024, None)}, True, "/env/python", "nfs4", (), 64, 512 * GIB)
+    host = HostFacts(name, {"nofile": [1024, None]}, True, "/env/python", "nfs4", [], 64, 512 * GIB)
     folder = FolderFacts("/scratch/u", "lustre", 500 * GIB, None, {}, 0.0)
     facts = NodeFacts(
         name, host, folder, dict(OWN), {"squeue": None, "scontrol": None}, 64, 4, 4,
@@ -308,7 +309,7 @@ def test_a_probe_asks_for_no_more_time_than_it_may(words, longest_s, minutes):
 def test_a_report_reads_back():
     """From the nodes to the login node, and into the JSON of a bug report."""
     text = json.dumps(asdict(GOOD.reports[0]))
-    assert NodeReport.from_json(json.loads(text)) == GOOD.reports[0]
+    assert restored(NodeReport, json.loads(text)) == GOOD.reports[0]
 
 
 def test_what_another_version_has_measured_is_named(tmp_path):
@@ -327,8 +328,8 @@ def test_how_long_a_process_lived_after_sigterm(tmp_path):
     """From its first SIGTERM to its last heartbeat; a signal that never came is None."""
     place = ProbeFolder(tmp_path)
     lines = [{"signal": "SIGTERM", "time": 100.0}, {"signal": "SIGTERM", "time": 105.0}]
-    place.signal_file("agent", 0, 0).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    place.heartbeat_file("agent", 0, 0).write_text("00000000110.500000")
+    place.signal_file("agent", 0).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    place.heartbeat_file("agent", 0).write_text("00000000110.500000")
     assert survival_times(place, 0) == {"agent": 10.5, "worker": None}
     assert signal_time(place, "agent", 0, "SIGUSR2") is None
     assert signal_time(place, WORKER, 0, ORPHANED) is None

@@ -15,11 +15,11 @@ from hpc_elastic.slurm.parsing import Partition, Qos
 GIB = 1 << 30
 HOST = HostFacts(
     name="login1",
-    limits={"nofile": (1024, 65536), "nproc": (30000, 30000), "memlock": (None, None)},
+    limits={"nofile": [1024, 65536], "nproc": [30000, 30000], "memlock": [None, None]},
     clock_kept=True,
     python="/home/u/env/bin/python",
     python_fs="nfs4",
-    missing_commands=(),
+    missing_commands=[],
     cpus=8,
     memory_bytes=64 * GIB,
 )
@@ -198,7 +198,7 @@ def test_where_idle_nodes_can_be_filled_is_reported(changes, config, words):
 
 
 BAD_HOSTS = [
-    ({"missing_commands": ("sbatch",)}, "host.commands", "fail"),
+    ({"missing_commands": ["sbatch"]}, "host.commands", "fail"),
     ({"python_fs": "ext4"}, "host.python", "warn"),
     ({"clock_kept": False}, "host.clock", "warn"),
     ({"clock_kept": None}, "host.clock", "unknown"),
@@ -226,7 +226,7 @@ def test_another_python_on_the_nodes_is_no_business_of_this_one():
 
 def test_little_locked_memory_matters_on_nodes_with_infiniband():
     """TCP does without it."""
-    node = replace(HOST, limits={"memlock": (65536, 65536)})
+    node = replace(HOST, limits={"memlock": [65536, 65536]})
     plain, fast = ({f.check: f for f in node_checks.check_limits("nodes", [h])} for h in (
         node, replace(node, has_infiniband=True),
     ))  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from hpc_elastic._util import counted, duration
@@ -96,8 +97,34 @@ def _size(entry: TimelineEntry) -> str:
 # ---- entries that change no group ----------------------------------------------------------------
 
 
+_TEMPLATES = {
+    "parked": "{hosts} waits, and does not join now: {text}",
+    "node_drained": "{host} is {state}: it is left at the next checkpoint",
+    "host_failure": "a failure was counted against {host} ({strikes} of 2): {text}",
+    "gpus_not_measured": "the GPUs of {host} cannot be measured: {why}",
+    "warm_worker_died": "the warm worker of {host} ended by itself ({why}): the next restart takes "
+                        "longer there",
+    "checkpoint_recovered": "checkpoints are written again, from step {step} on",
+    "heal_failed": "{worker} cannot take over the state, and is kept out for a time: {reason}",
+    "state_unsaved": "{hosts} did not save in time: the steps since the last checkpoint are lost",
+    "cancel": "{user} cancelled the run, on {host}",
+    "kill": "{user} killed the processes of {host}",
+    "resume": "{user} resumed the run with nodes={nodes}",
+}  # fmt: skip
+"""Kind of entry -> its sentence, of its facts and its text."""
+
+
 def _aside(entry: TimelineEntry) -> str | None:
     """Return the sentence of an entry that is no change of the group; None if it is one."""
+    if entry.kind in _TEMPLATES:
+        hosts = names(entry.facts.get("hosts") or ())
+        facts = defaultdict(lambda: None, entry.facts, hosts=hosts, text=entry.text)
+        return _TEMPLATES[entry.kind].format_map(facts)
+    return _of_nodes(entry) or _of_workers(entry)
+
+
+def _of_nodes(entry: TimelineEntry) -> str | None:
+    """Return the sentence of an entry on the run, or on tasks and nodes beside the group."""
     facts = entry.facts
     host, user = facts.get("host"), facts.get("user")
     match entry.kind:
@@ -131,8 +158,6 @@ def _aside(entry: TimelineEntry) -> str | None:
                 return f"{why}: {back}" + (f" ({hosts})" if hosts else "")
             what = hosts or counted(int(facts.get("nodes") or 0), "node")
             return f"{what} cannot be used now: back to the queue for {away}"
-        case "parked":
-            return f"{names(facts.get('hosts', ()))} waits, and does not join now: {entry.text}"
         case "growth_decision":
             size = counted(int(facts.get("nodes") or 0), "node")
             now = "may grow again" if facts.get("grows") else "grows no further"
@@ -143,8 +168,6 @@ def _aside(entry: TimelineEntry) -> str | None:
         case "excluded":
             left = counted(int(facts.get("hosts_left") or 0), "other host")
             return f"{host} is not used for up to an hour: {entry.text}; {left} left"
-        case "node_drained":
-            return f"{host} is {facts.get('state')}: it is left at the next checkpoint"
         case "left_out":
             if not facts.get("hosts"):
                 return "the nodes that were left out reach all others again"
@@ -152,14 +175,6 @@ def _aside(entry: TimelineEntry) -> str | None:
             more = f" and {pairs - len(facts['cut'])} more" if pairs > len(facts["cut"]) else ""
             cut = f"no connection {', '.join(facts['cut'])}{more}"
             return f"{names(facts['hosts'])} left out of the group ({cut}); tried again later"
-        case "host_failure":
-            strikes = facts.get("strikes")
-            return f"a failure was counted against {host} ({strikes} of 2): {entry.text}"
-        case "crash_loop":
-            step, attempts = facts.get("checkpoint"), facts.get("attempts")
-            beyond = f"without getting beyond step {step}"
-            since = "without any checkpoint" if step is None else beyond
-            return f"the workers failed {attempts} times in a row {since}: no further try"
         case "tasks_restarted":
             tasks, hosts = facts.get("tasks", ()), facts.get("hosts", ())
             what = f"task{'' if len(tasks) == 1 else 's'} {names(tasks)}"
@@ -168,6 +183,34 @@ def _aside(entry: TimelineEntry) -> str | None:
             but = f", but on {names(avoids)} only when nothing of it runs there" if avoids else ""
             may = f"may start again as soon as a node is free{but} (requested by the leader)"
             return f"{what}{where} {may}"
+        case "preflight":
+            if facts.get("fit"):
+                return f"{host} joins although a check has failed: {facts.get('reason')}"
+            avoided = "; it is not used any more" if facts.get("excluded") else ""
+            return f"{host} failed its health check: {facts.get('reason')}{avoided}"
+        case "start_failed":
+            slurm = ", ".join(str(word) for word in (facts["state"], facts.get("reason")) if word)
+            where = f" on {host}" if host else ""
+            what = f"task {facts.get('task')} failed{where} before it joined (Slurm: {slurm})"
+            if facts.get("again"):
+                return f"{what}: it is tried on another node"
+            hosts = names(facts.get("hosts") or ())
+            return f"{what}: no further try{f', after {hosts}' if hosts else ''}"
+        case "preempt":
+            return f"{user} preempted {host} ({float(facts.get('grace_s') or 0.0):g} s grace)"
+        case _:
+            return None
+
+
+def _of_workers(entry: TimelineEntry) -> str | None:
+    """Return the sentence of an entry on workers, or on what they train."""
+    facts, host = entry.facts, entry.facts.get("host")
+    match entry.kind:
+        case "crash_loop":
+            step, attempts = facts.get("checkpoint"), facts.get("attempts")
+            beyond = f"without getting beyond step {step}"
+            since = "without any checkpoint" if step is None else beyond
+            return f"the workers failed {attempts} times in a row {since}: no further try"
         case "hang":
             ranks = [r for r in facts.get("ranks") or () if isinstance(r, dict)]
             who = ", ".join(f"rank {r.get('rank')} on {r.get('host')}" for r in ranks)
@@ -183,24 +226,6 @@ def _aside(entry: TimelineEntry) -> str | None:
                 return f"{who} keeps up with the others again"
             ratio = facts.get("ratio")
             return f"{who} is slow: it needs {ratio} times as long for a step as the others"
-        case "preflight":
-            if facts.get("fit"):
-                return f"{host} joins although a check has failed: {facts.get('reason')}"
-            avoided = "; it is not used any more" if facts.get("excluded") else ""
-            return f"{host} failed its health check: {facts.get('reason')}{avoided}"
-        case "start_failed":
-            slurm = ", ".join(str(word) for word in (facts["state"], facts.get("reason")) if word)
-            where = f" on {host}" if host else ""
-            what = f"task {facts.get('task')} failed{where} before it joined (Slurm: {slurm})"
-            if facts.get("again"):
-                return f"{what}: it is tried on another node"
-            hosts = names(facts.get("hosts") or ())
-            return f"{what}: no further try{f', after {hosts}' if hosts else ''}"
-        case "gpus_not_measured":
-            return f"the GPUs of {host} cannot be measured: {facts.get('why')}"
-        case "warm_worker_died":
-            what = f"the warm worker of {host} ended by itself ({facts.get('why')})"
-            return f"{what}: the next restart takes longer there"
         case "group_mismatch":
             sizes = {rank.get("group_size") for rank in facts.get("ranks") or ()}
             groups = " or ".join(f"a group of {n}" if n else "no process group" for n in sizes)
@@ -217,27 +242,11 @@ def _aside(entry: TimelineEntry) -> str | None:
         case "checkpoint_failed":
             what = entry.text or f"the checkpoint of step {facts.get('step')} was not written"
             return f"{what}; the training goes on"
-        case "checkpoint_recovered":
-            return f"checkpoints are written again, from step {facts.get('step')} on"
         case "state_mismatch":
             what = f"step {facts.get('step')}: the state of {facts.get('worker')} differs from "
             what += f"that of its peers in {facts.get('tensors')}"
             then = "it heals" if facts.get("heals") else "it is left as it is"
             return f"{what}; {then}. Check this node's hardware"
-        case "heal_failed":
-            what = f"{facts.get('worker')} cannot take over the state, and is kept out for a time"
-            return f"{what}: {facts.get('reason')}"
-        case "state_unsaved":
-            late = names(facts.get("hosts") or ())
-            return f"{late} did not save in time: the steps since the last checkpoint are lost"
-        case "cancel":
-            return f"{user} cancelled the run, on {host}"
-        case "preempt":
-            return f"{user} preempted {host} ({float(facts.get('grace_s') or 0.0):g} s grace)"
-        case "kill":
-            return f"{user} killed the processes of {host}"
-        case "resume":
-            return f"{user} resumed the run with nodes={facts.get('nodes')}"
         case _:
             return None
 
@@ -269,6 +278,17 @@ def because(causes: Sequence[Cause], leader: str | None) -> str:
     return ", ".join(parts)
 
 
+_CAUSES = {
+    "nodes_requeued": "{hosts} {was} requeued by the run",
+    "excluded": "{hosts} {was} excluded ({detail})",
+    "agent_failed": "the agent of {hosts} failed ({detail})",
+    "agent_killed": "the agent of {hosts} was ended by {detail}",
+    "leader_changed": "{hosts}, the leader, was unreachable for a while",
+    "unreachable": "{hosts} {was} unreachable for a while",
+    "arrived": "{hosts} joined",
+}
+
+
 def _cause(cause: Cause) -> str:
     hosts, is_one, detail = names(cause.hosts), len(cause.hosts) == 1, cause.detail
     was = "was" if is_one else "were"
@@ -295,33 +315,21 @@ def _cause(cause: Cause) -> str:
             return (
                 f"{hosts} {was} asked to leave ({cause.signal or 'a notice file, or the script'})"
             )
-        case "nodes_requeued":
-            return f"{hosts} {was} requeued by the run"
-        case "excluded":
-            return f"{hosts} {was} excluded ({detail})"
-        case "agent_failed":
-            return f"the agent of {hosts} failed ({detail})"
-        case "agent_killed":
-            return f"the agent of {hosts} was ended by {detail}"
         case "node_lost" | "leader_lost":
             of_one, of_several = _LOSS_REASONS.get(detail, (detail, detail))
             who = f"{hosts} {was}" if cause.what == "node_lost" else f"{hosts}, the leader, was"
             return f"{who} lost ({of_one if is_one else of_several})"
-        case "leader_changed":
-            return f"{hosts}, the leader, was unreachable for a while"
-        case "unreachable":
-            return f"{hosts} {was} unreachable for a while"
         case "worker_failed":
             return f"a worker failed: {detail}" if detail else f"workers failed on {hosts}"
         case "agent_restarted":
             return detail or "an agent has restarted"
-        case "arrived":
-            return f"{hosts} joined"
         case "returned":
             several = "up to " if len(cause.hosts) > 1 else ""
             away = "" if cause.away_s is None else f" after {several}{duration(cause.away_s)} away"
             return f"{hosts} came back{away}"
         case _:
+            if template := _CAUSES.get(cause.what):
+                return template.format(hosts=hosts, was=was, detail=detail)
             return f"{hosts} {detail}".strip()
 
 

@@ -47,14 +47,7 @@ What it shows:
   so far      restarts that failures of workers have spent, and how nodes have left
   goodput     the share of new training steps in the time of all nodes
   node time   what it was spent on:
-    useful      steps that were not made before
-    replayed    steps that were made again after a node or worker was lost
-    checkpoint  the training waits for a checkpoint
-    restore     finding and loading a checkpoint
-    import      workers start and import, until their first step
-    rendezvous  the group forms
-    start       the agent of the node starts
-    idle        other nodes train, and this one does not
+{kinds}
 
 \b
 With --json, one object (with --watch, one a line): run_id, directory, launcher, overrides, phase
@@ -75,7 +68,7 @@ Examples:
   hpc-elastic status last
   hpc-elastic status runs/7 --watch
   hpc-elastic status last --json | jq .goodput
-"""
+""".format(kinds="\n".join(f"    {kind:<11} {meaning}" for kind, meaning in KINDS.items()))
 
 
 @click.command(epilog=_HELP)

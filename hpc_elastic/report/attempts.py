@@ -83,21 +83,22 @@ class TaskAttempt:
     @property
     def exits(self) -> list[Event]:
         """The events by which it reported its own end, in order of time."""
-        return sorted((e for kind in _EXITS for e in self.ends.get(kind, ())), key=_time)
+        return sorted((e for kind in _EXITS for e in self.ends.get(kind, ())), key=time_of)
 
     def ends_after(self, time: float, until: float = math.inf) -> dict[str, Event]:
         """Return the first of its ends in ``(time, until]``, by kind."""
         found = ((kind, _first(events, time)) for kind, events in self.ends.items())
-        return {kind: e for kind, e in found if e is not None and _time(e) <= until}
+        return {kind: e for kind, e in found if e is not None and time_of(e) <= until}
 
 
-def _time(event: Event) -> float:
+def time_of(event: Event) -> float:
+    """Return when an event was written, in Unix seconds."""
     return float(event["time"])
 
 
 def _first(events: Sequence[Event], after: float) -> Event | None:
     """Return the first of some events, in order of time, after a time."""
-    at = bisect_right(events, after, key=_time)
+    at = bisect_right(events, after, key=time_of)
     return events[at] if at < len(events) else None
 
 
@@ -138,7 +139,7 @@ class EventIndex:
 
     def __init__(self, events: Iterable[Event], points: Iterable[Point] = ()) -> None:
         self._points = points
-        self.events: Sequence[Event] = sorted(events, key=lambda e: float(e["time"]))
+        self.events: Sequence[Event] = sorted(events, key=time_of)
         self._attempts: dict[str, dict[int, TaskAttempt]] = defaultdict(dict)
         self._by_kind: dict[str, list[Event]] = defaultdict(list)
         for event in self.events:
@@ -206,9 +207,9 @@ class EventIndex:
         """Return the events of some kinds in ``(after, until]``, in order of time."""
         found: list[Event] = []
         for events in (self._by_kind.get(kind, []) for kind in kinds):
-            end = bisect_right(events, until, key=_time)
-            found += events[bisect_right(events, after, hi=end, key=_time) : end]
-        return found if len(kinds) == 1 else sorted(found, key=_time)
+            end = bisect_right(events, until, key=time_of)
+            found += events[bisect_right(events, after, hi=end, key=time_of) : end]
+        return found if len(kinds) == 1 else sorted(found, key=time_of)
 
     @cached_property
     def leaders(self) -> list[Event]:
@@ -237,7 +238,7 @@ class EventIndex:
     @cached_property
     def ends(self) -> dict[int, Event]:
         """The events that end the run, by generation: a failed run may be resumed."""
-        by_generation = {self.generation_at(float(e["time"])): e for e in reversed(self.of("end"))}
+        by_generation = {self.generation_at(time_of(e)): e for e in reversed(self.of("end"))}
         return dict(sorted(by_generation.items()))
 
     @property
@@ -291,12 +292,12 @@ class EventIndex:
         for before, after in pairwise(self.rounds):
             number = before.number
             stopped = [m.stopped[number] for m in before.members if number in m.stopped]
-            of_all = map(_time, [*stops.get(number, ()), *self.ends.values(), *stopped])
+            of_all = map(time_of, [*stops.get(number, ()), *self.ends.values(), *stopped])
             over = min((t for t in of_all if before.time < t <= after.time), default=math.inf)
             still = set(after.members)
             for member in before.members:
                 ends = member.ends_after(before.time, after.time)
-                left = min([over, *map(_time, ends.values())])
+                left = min([over, *map(time_of, ends.values())])
                 if left < math.inf and (member not in still or "replica_left" in ends):
                     found[member.host].append(left)
         return {host: sorted(times) for host, times in found.items()}

@@ -25,7 +25,6 @@ Values = Mapping[str, Any]
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing is fetched
 _COLUMNS, _MARKS = 800, 200
 """Points of a line, and marks beside each other, that are distinct to the eye."""
-"""Pixels of a wide chart: finer details are not drawn."""
 MOST_LANES = 150
 """Largest number of tasks that are drawn."""
 _LANE = ((20, 20), (40, 13), (MOST_LANES, 7))
@@ -47,9 +46,14 @@ class Chart:
 
 def charts(report: Values) -> list[Chart]:
     """Return the charts that have data, of the JSON form of a report."""
+    begin = begin_of(report)
+    if begin is None:
+        return []
     found = [
-        _bar(report), _lanes(report), _group(report), _step(report), _loss(report),
-        _throughput(report), _gpus(report), *_metrics(report),
+        _bar(report), _lanes(report, begin), _group(report, begin), _step(report, begin),
+        _loss(report, begin), _throughput(report, begin),
+        _series_chart(report, begin, "gpus", values_of(report, "gpu_use"), "GPU use"),
+        *_metrics(report, begin),
     ]  # fmt: skip
     return [chart for chart in found if chart is not None]
 
@@ -110,9 +114,9 @@ def lanes_of(report: Values) -> list[str]:
     return sorted(names, key=order)[:MOST_LANES]
 
 
-def _lanes(report: Values) -> Chart | None:
-    lanes, begin = lanes_of(report), begin_of(report)
-    if not lanes or begin is None:
+def _lanes(report: Values, begin: float) -> Chart | None:
+    lanes = lanes_of(report)
+    if not lanes:
         return None
     shortest_s = max(0.001, (report["about"]["until"] - begin) / _COLUMNS)
     height = next(high for most, high in _LANE if len(lanes) <= most)
@@ -188,10 +192,9 @@ def _ends(report: Values, labels: Mapping[str, str]) -> Iterator[dict[str, Any]]
 # ---- the group and its training -----------------------------------------------------------
 
 
-def _group(report: Values) -> Chart | None:
-    begin = begin_of(report)
+def _group(report: Values, begin: float) -> Chart | None:
     sizes = [(size["time"], size["nodes"]) for size in report["group"]]
-    if not sizes or begin is None:
+    if not sizes:
         return None
     until = max(report["about"]["until"], sizes[-1][0])
     sizes = [(begin, 0), *sizes, (until, sizes[-1][1])]
@@ -212,10 +215,9 @@ def _group(report: Values) -> Chart | None:
     return Chart("group", spec, 80)
 
 
-def _step(report: Values) -> Chart | None:
-    begin = begin_of(report)
-    steps = [(p["time"], p["step"]) for p in report["progress"] if p["step"] is not None]
-    if len(steps) < 2 or begin is None:
+def _step(report: Values, begin: float) -> Chart | None:
+    steps = values_of(report, "step")
+    if len(steps) < 2:
         return None
     layers = [_faults(report), _line(report, begin, steps, "step")]
     if report["checkpoints"]["announced"]:  # Vega warns of a scale without values
@@ -223,10 +225,9 @@ def _step(report: Values) -> Chart | None:
     return Chart("step", {"layer": layers}, 180)
 
 
-def _loss(report: Values) -> Chart | None:
-    begin = begin_of(report)
-    losses = [(p["time"], p["loss"]) for p in report["progress"] if p["loss"] is not None]
-    if len(losses) < 2 or begin is None:
+def _loss(report: Values, begin: float) -> Chart | None:
+    losses = values_of(report, "loss")
+    if len(losses) < 2:
         return None
     low, high = min(y for _, y in losses), max(y for _, y in losses)
     is_wide = low > 0 and high / low > 30
@@ -234,20 +235,16 @@ def _loss(report: Values) -> Chart | None:
     return Chart("loss", {"layer": [_faults(report), line]}, 150)
 
 
-def _throughput(report: Values) -> Chart | None:
+def _throughput(report: Values, begin: float) -> Chart | None:
     """Return samples per second, or steps where the script reports no samples."""
     for key, title in (("samples_per_s", "samples/s"), ("steps_per_s", "steps/s")):
-        values = _values(report, key)
+        values = values_of(report, key)
         if any(value for _, value in values):
-            return _series_chart(report, "throughput", values, title)
+            return _series_chart(report, begin, "throughput", values, title)
     return None
 
 
-def _gpus(report: Values) -> Chart | None:
-    return _series_chart(report, "gpus", _values(report, "gpu_use"), "GPU use")
-
-
-def _metrics(report: Values) -> Iterator[Chart | None]:
+def _metrics(report: Values, begin: float) -> Iterator[Chart | None]:
     names = dict.fromkeys(name for point in report["progress"] for name in point["metrics"])
     for number, name in enumerate(names):
         values = [
@@ -255,18 +252,18 @@ def _metrics(report: Values) -> Iterator[Chart | None]:
             for point in report["progress"]
             if name in point["metrics"]
         ]
-        yield _series_chart(report, f"metric-{number}", values, name)
+        yield _series_chart(report, begin, f"metric-{number}", values, name)
 
 
-def _values(report: Values, key: str) -> list[tuple[float, float]]:
+def values_of(report: Values, key: str) -> list[tuple[float, float]]:
+    """Return the known values of a field of the progress over time."""
     return [(p["time"], p[key]) for p in report["progress"] if p[key] is not None]
 
 
 def _series_chart(
-    report: Values, name: str, values: Sequence[tuple[float, float]], title: str
+    report: Values, begin: float, name: str, values: Sequence[tuple[float, float]], title: str
 ) -> Chart | None:
-    begin = begin_of(report)
-    if len(values) < 2 or begin is None:
+    if len(values) < 2:
         return None
     line = _line(report, begin, values, "value", title)
     return Chart(name, {"layer": [_faults(report), line]}, 90, title)
@@ -386,8 +383,8 @@ def expanded(spec: Any) -> Any:
 
 
 QUEUE = "queue"
-SPENT_ON = (*KINDS, QUEUE)
-"""Kinds of time with a colour of their own, in the order of the bars."""
+SPENT_ON = {**KINDS, QUEUE: "tasks wait for a node; no node is held"}
+"""Kinds of time with a colour of their own, in the order of the bars, and their meanings."""
 
 _BOTH = {
     "useful": "#009e73", "replayed": "#d55e00", "checkpoint": "#0072b2", "restore": "#cc79a7",

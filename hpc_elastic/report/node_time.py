@@ -1,16 +1,6 @@
 """Where the node-seconds of a run went, and which share of them was useful training (pure).
 
-An attempt of a task has its node from its start to its end. Each moment of that is one of
-
-    start       the process of the task starts and imports, until it asks to join a round
-    rendezvous  the group forms
-    import      workers start and import, until their first step
-    restore     of that, the time in which the `Checkpointer` finds and loads a checkpoint
-    useful      steps that were not made before
-    replayed    steps that had been made before, and were lost with a node or a worker
-    checkpoint  the training waits for a checkpoint
-    idle        other nodes train, and this one does not
-
+An attempt of a task has its node from its start to its end. Each moment of that is one of `KINDS`.
 Time in the queue, before and between attempts, is counted apart: no node is held. *Goodput* is the
 share of ``useful`` in all node-seconds. A lost step counts twice: as useful when it is first made,
 as replayed when it is made again. So the kind of a past moment does not change.
@@ -29,12 +19,21 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 
-from hpc_elastic.report.attempts import EventIndex, Round, TaskAttempt
+from hpc_elastic.report.attempts import EventIndex, Round, TaskAttempt, time_of
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.run.events import Event
 
-KINDS = ("useful", "replayed", "checkpoint", "restore", "import", "rendezvous", "start", "idle")
-"""What node time is spent on, the best first."""
+KINDS = {
+    "useful": "steps that were not made before",
+    "replayed": "steps that were made again after a node or worker was lost",
+    "checkpoint": "the training waits for a checkpoint",
+    "restore": "finding and loading a checkpoint",
+    "import": "workers start and import, until their first step",
+    "rendezvous": "the group forms",
+    "start": "the agent of the node starts",
+    "idle": "other nodes train, and this one does not",
+}
+"""What node time is spent on, the best first: its name and its meaning."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ def account(
     nodes = tuple(
         _node_time(held, of_member.get(held.attempt, ()), courses, trained) for held in attempts
     )
-    resumed = [float(e["time"]) for e in history.of("resume")]
+    resumed = list(map(time_of, history.of("resume")))
     queued = _queued(attempts, waiting, now=now, submitted=submitted, resumed=resumed)
     sizes = tuple(_sizes(rounds, attempts, has_replicas=history.has_replicas))
     return Account(nodes, queued, sizes, counted=any(r.first_steps for r in rounds))
@@ -187,9 +186,9 @@ class _Held:
 def _attempts(
     history: EventIndex, points: Sequence[Point], *, now: float, running: Collection[str] | None
 ) -> list[_Held]:
-    signs = sorted([float(e["time"]) for e in history.events] + [point.time for point in points])
-    run_ends = [float(e["time"]) for e in history.of("end")]
-    resumes = [float(e["time"]) for e in history.of("resume")]
+    signs = sorted([*map(time_of, history.events), *(point.time for point in points)])
+    run_ends = list(map(time_of, history.of("end")))
+    resumes = list(map(time_of, history.of("resume")))
     found = []
     for of_task in history.by_task():
         for attempt, following in zip_longest(of_task, of_task[1:]):
@@ -206,7 +205,7 @@ def _attempts(
             if exits := attempt.exits:
                 reason = str(exits[-1].get("reason") or exits[-1]["kind"])
                 means = exits[-1].get("means") if reason == "signal" else None
-                end, why = float(exits[0]["time"]), str(means or reason)
+                end, why = time_of(exits[0]), str(means or reason)
             may_run = over == next_begin == math.inf and (
                 running is None or attempt.task in running
             )
@@ -254,8 +253,8 @@ def _rounds(history: EventIndex, now: float) -> list[_Trained]:
             events = member.first_steps
             made = [events[round_.number]] if round_.number in events else []
             if history.has_replicas:
-                at = bisect_right(made_by[member], end, key=lambda e: float(e["time"]))
-                made = [e for e in made_by[member][:at][-1:] if float(e["time"]) >= round_.time]
+                at = bisect_right(made_by[member], end, key=time_of)
+                made = [e for e in made_by[member][:at][-1:] if time_of(e) >= round_.time]
             if made:
                 first_steps[member] = made[-1]
         before = found[-1] if history.has_replicas and found else None
@@ -263,7 +262,7 @@ def _rounds(history: EventIndex, now: float) -> list[_Trained]:
             at_work = {*before.first_steps, *before.going_on}
             going_on = frozenset(m for m in members if m in at_work and m not in first_steps)
         still = bool(going_on) and before is not None and before.trains_from is not None
-        begun = min((float(e["time"]) for e in first_steps.values()), default=None)
+        begun = min(map(time_of, first_steps.values()), default=None)
         begun = round_.time if still else begun
         found.append(_Trained(round_, members, end, first_steps, going_on, begun, still))
     return found
@@ -306,8 +305,8 @@ def _courses(rounds: Sequence[_Trained], points: Sequence[Point]) -> dict[int, l
         made = [(p.time, p.step) for p in seen if p.step is not None]
         firsts = one.first_steps.values()
         if firsts:
-            first = min(firsts, key=lambda event: float(event["time"]))
-            made.insert(0, (float(first["time"]), int(first["step"])))
+            first = min(firsts, key=time_of)
+            made.insert(0, (time_of(first), int(first["step"])))
         # steps that each worker counts from 0 replay none that are known
         is_counted = any(e.get("counted") and e.get("restored") is None for e in firsts)
         fresh_from: float | None = begin
@@ -373,8 +372,8 @@ def _node_time(
         at, first = max(at, end), one.first_steps.get(attempt)
         trains = begin
         if first is not None:
-            trains = max(begin, float(first["time"]))
-            if float(first["time"]) < end:
+            trains = max(begin, time_of(first))
+            if time_of(first) < end:
                 restore = max(begin, trains - float(first.get("restore_s") or 0.0))
                 found += [Interval(begin, restore, "import"), Interval(restore, trains, "restore")]
         if (first is None and attempt not in one.going_on) or trains >= end:

@@ -28,18 +28,6 @@ from hpc_elastic.report.timeline import lost_steps
 SHOWN_AT_ONCE = 12
 """Length of lists that are shown unfolded."""
 
-MEANINGS = {
-    "useful": "steps that were not made before",
-    "replayed": "steps that were made again after a node or worker was lost",
-    "checkpoint": "the training waits for a checkpoint",
-    "restore": "finding and loading a checkpoint",
-    "import": "workers start and import, until their first step",
-    "rendezvous": "the group forms",
-    "start": "the agent of the node starts",
-    "idle": "other nodes train, and this one does not",
-    "queue": "tasks wait for a node; no node is held",
-}
-
 
 def html(report: Mapping[str, Any]) -> str:
     """Return the page of a report's JSON form.
@@ -66,7 +54,7 @@ _LINE = 120, 24
 def card_html(report: Mapping[str, Any]) -> str:
     """Return a run as a small card, for a notebook."""
     about = report["about"]
-    losses = [(p["time"], p["loss"]) for p in report["progress"] if p["loss"] is not None]
+    losses = charts.values_of(report, "loss")
     now = next((size["nodes"] for size in reversed(report["group"])), 0)
     shown = [tile for tile in tiles(report) if tile[0] in ("Step", "Loss", "Goodput", "Lasted")]
     if about["ended"] is None:
@@ -149,8 +137,7 @@ def _values(report: Mapping[str, Any], drawn: Iterable[charts.Chart]) -> dict[st
         zone=time.strftime("%Z") or "local time",
         about=report["about"], spent=report["spent"],
         begin=charts.begin_of(report), tiles=tiles(report),
-        kinds=charts.SPENT_ON, meanings=MEANINGS,
-        colours=charts.KIND, page=charts.PAGE,
+        kinds=charts.SPENT_ON, colours=charts.KIND, page=charts.PAGE,
         charts={chart.name: chart for chart in drawn},
         undrawn=max(0, len({n["task"] for n in report["nodes"]}) - charts.MOST_LANES),
         lanes=charts.lanes_of(report), causes=by_cause(report["changes"]),
@@ -200,21 +187,16 @@ def by_cause(changes: Sequence[Values]) -> list[dict[str, Any]]:
 
     Unknown times count as 0; ``lost`` is in words.
     """
-    found: dict[str, dict[str, Any]] = {}
-    for change in changes:
-        if not change["fault"]:
-            continue
-        row = found.setdefault(
-            change["cause"],
-            {"cause": change["cause"], "count": 0, "pause_s": 0.0, "node_s": 0.0},
-        )
-        row["count"] += 1
-        for name in ("pause_s", "node_s"):
-            row[name] += change[name] or 0
-    for cause, row in found.items():
-        same = [change for change in changes if change["fault"] and change["cause"] == cause]
-        row["lost"] = lost_steps(_losses(same)).removesuffix(" lost")
-    return sorted(found.values(), key=lambda row: -row["node_s"])
+    by_cause: dict[str, list[Values]] = {}
+    for fault in (change for change in changes if change["fault"]):
+        by_cause.setdefault(fault["cause"], []).append(fault)
+    rows = [
+        {"cause": cause, "count": len(same),
+         **{key: sum(fault[key] or 0.0 for fault in same) for key in ("pause_s", "node_s")},
+         "lost": lost_steps(_losses(same)).removesuffix(" lost")}
+        for cause, same in by_cause.items()
+    ]  # fmt: skip
+    return sorted(rows, key=lambda row: -row["node_s"])
 
 
 def as_yaml(value: Any) -> str:

@@ -253,19 +253,7 @@ def report(
     configuration: Configuration | None = None,
     notes: Iterable[str] = (),
 ) -> Report:
-    """Return the report of a run.
-
-    Args:
-        about: The run as a whole.
-        spent: The account of its node time.
-        points: Its progress, in order of time.
-        timeline: Its timeline.
-        made: Unix seconds.
-        failures: The failures of its workers.
-        kept: The checkpoints in its directories.
-        configuration: The submission.
-        notes: What could not be found out.
-    """
+    """Return the report of a run; ``kept`` are the checkpoints in its directories."""
     first_node_s, found = changes(timeline, spent.nodes)
     by_kind = spent.seconds
     announced: list[dict[str, Any]] = []
@@ -393,6 +381,4 @@ def _as_json(value: Any) -> Any:
         return [_as_json(item) for item in value]
     if isinstance(value, Mapping):
         return {key: _as_json(item) for key, item in value.items()}
-    return (
-        {key: _as_json(item) for key, item in vars(value).items()} if is_dataclass(value) else value
-    )
+    return _as_json(vars(value)) if is_dataclass(value) else value

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from hpc_elastic._util import counted
-from hpc_elastic.report.attempts import EventIndex, Round, TaskAttempt
+from hpc_elastic.report.attempts import EventIndex, Round, TaskAttempt, time_of
 from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.run.events import Event
 
@@ -131,7 +131,7 @@ def build_timeline(run: EventIndex) -> list[TimelineEntry]:
     found = list[TimelineEntry]()
     if tasks := run.of("task"):
         facts = {"host": tasks[0].get("host"), "task": tasks[0]["task"]}
-        found.append(TimelineEntry("started", _time(tasks[0]), facts=facts))
+        found.append(TimelineEntry("started", time_of(tasks[0]), facts=facts))
     if run.rounds:
         first = run.rounds[0]
         hosts = [member.host for member in first.members]
@@ -149,8 +149,8 @@ def _ends(run: EventIndex) -> Iterator[TimelineEntry]:
     begins = [run.events[0], *run.of("resume")] if run.events else []
     for generation, end in run.ends.items():
         facts = {key: end.get(key) for key in ("status", "rounds", "restarts")}
-        facts["lasted_s"] = round(_time(end) - _time(begins[generation]), 1)
-        yield TimelineEntry("ended", _time(end), text=str(end.get("failure") or ""), facts=facts)
+        facts["lasted_s"] = round(time_of(end) - time_of(begins[generation]), 1)
+        yield TimelineEntry("ended", time_of(end), text=str(end.get("failure") or ""), facts=facts)
 
 
 _FACTS: dict[str, tuple[str, ...]] = {
@@ -174,7 +174,7 @@ _FACTS: dict[str, tuple[str, ...]] = {
 
 def _asides(run: EventIndex) -> Iterator[TimelineEntry]:
     for event in run.events:
-        kind, time = event["kind"], _time(event)
+        kind, time = event["kind"], time_of(event)
         facts: dict[str, Any]
         if kind == "scale_up_decision" and event.get("admit") == "not now":
             kind = "parked"
@@ -188,7 +188,7 @@ def _asides(run: EventIndex) -> Iterator[TimelineEntry]:
             continue  # among others a node's own requeue
         else:
             exclusion = run.excluded.get(str(event.get("host")))
-            if kind == "host_failure" and exclusion and _time(exclusion) - time < 1.0:
+            if kind == "host_failure" and exclusion and time_of(exclusion) - time < 1.0:
                 continue  # it excludes the host
             others = [key for key in event if key not in ("v", "time", "kind", "task")]
             facts = {key: event.get(key) for key in _FACTS[kind] or others}
@@ -200,12 +200,12 @@ def _never_members(run: EventIndex) -> Iterator[TimelineEntry]:
     for attempt in run.attempts:
         started = attempt.started or 0.0
         end = run.ends.get(run.generation_at(started))
-        if attempt in members or (end is not None and started > _time(end)):
+        if attempt in members or (end is not None and started > time_of(end)):
             continue
         for kind, event in attempt.ends_after(0.0).items():
             if kind in ("task_exited", "agent_failed"):
                 causes = (_why_left(attempt, {}),)
-                yield TimelineEntry(kind, _time(event), causes)
+                yield TimelineEntry(kind, time_of(event), causes)
 
 
 # ---- the group: from each round to the next
@@ -229,7 +229,7 @@ def _of_group(run: EventIndex) -> Iterator[TimelineEntry]:
         return
     causes = _joined(_why_left(m, run.excluded, since=last.time) for m in departed)
     if not causes and stop is not None:
-        causes = (Cause("other", _time(stop), detail=str(stop["reason"])),)
+        causes = (Cause("other", time_of(stop), detail=str(stop["reason"])),)
     is_all = len(departed) == len(members)
     yield TimelineEntry(
         "stopped" if is_all else _kind_of(departed, ()), min(c.time for c in causes), causes,
@@ -245,7 +245,7 @@ def _stop_of(run: EventIndex, round_: Round, until: float = math.inf) -> Event |
 
 
 def _host_of(run: EventIndex, leader: Event | None) -> str | None:
-    return None if leader is None else run.host_at(leader["task"], _time(leader))
+    return None if leader is None else run.host_at(leader["task"], time_of(leader))
 
 
 class _Change:
@@ -262,9 +262,9 @@ class _Change:
             self._new_leader = _host_of(run, self._leader)
         self._stop = _stop_of(run, before, until=after.time)
         stopped = [m.stopped[before.number] for m in self._was if before.number in m.stopped]
-        self._broke_at = min(map(_time, stopped), default=after.time)
+        self._broke_at = min(map(time_of, stopped), default=after.time)
         if self._stop is not None:
-            self._broke_at = _time(self._stop)
+            self._broke_at = time_of(self._stop)
         self._saved: int | None = (self._stop or {}).get("step")
         self._cost = _cost(
             stopped or _signs_of(run, before), _first_steps(after),
@@ -284,7 +284,7 @@ class _Change:
                 len(self._was), size, after.world_size, after.number, self._new_leader, self._cost,
             )  # fmt: skip
             return
-        if not any(before.time <= _time(end) <= after.time for end in self._run.ends.values()):
+        if not any(before.time <= time_of(end) <= after.time for end in self._run.ends.values()):
             causes = _joined(left)
             time = min([*(c.time for c in causes), self._broke_at])
             cost = Cost(self._saved, self._cost.reached_step)
@@ -301,7 +301,7 @@ class _Change:
         given_up_at = self._after.time if led else math.inf
         for event in self._losses(self._before.time):
             if event["task"] == member.task:
-                given_up_at = _time(event)
+                given_up_at = time_of(event)
                 break
         since = self._before.time
         cause = _why_left(member, self._run.excluded, since=since, led=led, without_it=given_up_at)
@@ -332,9 +332,9 @@ class _Change:
             # been cut off itself, so its reports of others do not count. Those of the present
             # leader count if they ended the round.
             stayed = {member.task: member.host for member in self._was if member in self._is}
-            for event in self._losses(max(self._before.time, _time(stop) - _AT_ONCE_S)):
+            for event in self._losses(max(self._before.time, time_of(stop) - _AT_ONCE_S)):
                 if event["task"] in stayed:
-                    found.append(Cause("unreachable", _time(event), (stayed[event["task"]],)))
+                    found.append(Cause("unreachable", time_of(event), (stayed[event["task"]],)))
         if found or self._departed or self._arrived or self._new_leader or stop is None:
             return found
         return [Cause("other", self._broke_at, detail=str(stop.get("reason", "")))]
@@ -367,7 +367,7 @@ def _of_replicas(run: EventIndex) -> Iterator[TimelineEntry]:
     groups: list[list[_Departed]] = []
     recent: dict[tuple[str, int], list[_Departed]] = {}
     for event in run.of("replica_left"):
-        time = _time(event)
+        time = time_of(event)
         attempt = run.member_until(event["task"], time)
         successor = _successor(run, attempt, time)
         cause = _why_left(
@@ -388,7 +388,7 @@ def _of_replicas(run: EventIndex) -> Iterator[TimelineEntry]:
     yield from (_departure(run, group) for group in groups)
     yield from (_placement(run, *two) for two in pairwise(run.rounds))
     for before, after in pairwise(run.leaders):  # whose predecessor is still a replica
-        time = _time(after)
+        time = time_of(after)
         around = run.of("replica_left", after=time - _LEFT_S, until=time + _TOGETHER_S)
         if before["task"] != after["task"] and before["task"] not in {e["task"] for e in around}:
             cause = Cause("leader_changed", time, (run.host_at(before["task"], time),))
@@ -418,16 +418,16 @@ def _departure(run: EventIndex, group: Sequence[_Departed]) -> TimelineEntry:
 def _successor(run: EventIndex, attempt: TaskAttempt, time: float) -> Event | None:
     """Return the event of the leader that replaced a replica; None if that did not lead."""
     of_task = run.successions.get(attempt.task, [])
-    first = bisect_left(of_task, attempt.started or 0.0, key=lambda two: _time(two[0]))
+    first = bisect_left(of_task, attempt.started or 0.0, key=lambda two: time_of(two[0]))
     found = (after for _, after in of_task[first : first + 1])
-    return next((after for after in found if _time(after) <= time + _TOGETHER_S), None)
+    return next((after for after in found if time_of(after) <= time + _TOGETHER_S), None)
 
 
 def _placement(run: EventIndex, earlier: Round, round_: Round) -> TimelineEntry:
     """Return the entry of a round: replicas that join, or start again."""
     time, members = round_.time, round_.members
     departed = run.of("replica_left", "nodes_requeued", after=earlier.time, until=time)
-    left = {run.member_until(e["task"], _time(e)) for e in departed if "hosts" not in e}
+    left = {run.member_until(e["task"], time_of(e)) for e in departed if "hosts" not in e}
     before = set(earlier.members) - left
     placed = [member for member in members if member.task in (round_.placed or ())]
     arrived = [member for member in placed if member not in before]
@@ -441,7 +441,7 @@ def _placement(run: EventIndex, earlier: Round, round_: Round) -> TimelineEntry:
     cost = Cost()
     if not before:  # that of the time without any replica
         stopped = run.of("workers_stopped", after=earlier.time, until=time)
-        since = max(map(_time, departed), default=time)
+        since = max(map(time_of, departed), default=time)
         cost = _cost(stopped, _first_steps(round_), saved=None, since=since, until=time)
     return TimelineEntry(
         _kind_of((), arrived) if before else "resumed", time, _joined(causes),
@@ -541,32 +541,32 @@ def _why_left(
     task when its node can be reached again.
     """
     where, notice = (attempt.host,), attempt.notice
-    if notice is not None and _time(notice) < without_it:
+    if notice is not None and time_of(notice) < without_it:
         exited = attempt.ends_after(0.0).get("task_exited", {})
         how, reason = exited.get("how"), str(notice["reason"])
         return Cause(
             str(exited.get("means") or "signalled") if reason == "signal" else reason,
-            _time(notice), where, str(exited.get("node") or ""),
+            time_of(notice), where, str(exited.get("node") or ""),
             signal=notice.get("signal"), given_s=notice.get("given_s"),
             comes_back=None if how in (None, "stay") else how in ("requeue", "requeued", "replace"),
         )  # fmt: skip
     ends = attempt.ends_after(since)
-    if "node_lost" in ends and _time(ends["node_lost"]) > without_it:
+    if "node_lost" in ends and time_of(ends["node_lost"]) > without_it:
         del ends["node_lost"]  # it was lost later, for another cause
     if ends.get("node_lost", {}).get("why") == LossReason.SILENT:
         ends.pop("nodes_requeued", None)  # it was requeued when it was reachable again
     if "nodes_requeued" in ends and attempt.host in excluded:
         event = excluded[attempt.host]
-        return Cause("excluded", _time(event), where, str(event.get("why", "")))
+        return Cause("excluded", time_of(event), where, str(event.get("why", "")))
     for kind, key in (("agent_failed", "why"), ("agent_killed", "signal")):
         if kind in ends:
-            return Cause(kind, _time(ends[kind]), where, str(ends[kind].get(key, "")))
+            return Cause(kind, time_of(ends[kind]), where, str(ends[kind].get(key, "")))
     if "nodes_requeued" in ends:
         event = ends["nodes_requeued"]
         delay_s = float(event.get("delay_s", 0.0))
-        return Cause("nodes_requeued", _time(event), where, given_s=delay_s, comes_back=True)
+        return Cause("nodes_requeued", time_of(event), where, given_s=delay_s, comes_back=True)
     lost = ends.get("node_lost", {})
-    kind, time = "leader_lost" if led else "node_lost", _time(lost) if lost else 0.0
+    kind, time = "leader_lost" if led else "node_lost", time_of(lost) if lost else 0.0
     return Cause(kind, time, where, str(lost.get("why", "")))
 
 
@@ -596,7 +596,3 @@ def _joined(causes: Iterable[Cause]) -> tuple[Cause, ...]:
             cause = replace(same, time=min(same.time, cause.time), hosts=hosts, away_s=away_s)
         found[key] = cause
     return tuple(found.values())
-
-
-def _time(event: Event) -> float:
-    return float(event["time"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -68,7 +67,7 @@ def cancel_command(run: Path, yes: bool, wait_s: float | None, as_json: bool) ->
     target = control.CancelTarget.read(run)
     done = control.nothing_to_do(target)
     if done is not None:
-        print(json.dumps(target.to_json(None), indent=2) if as_json else done)
+        options.print_json(target.to_json(None)) if as_json else print(done)
         return 0
     question = f"Cancel {target.spec.run_id}: {target}?"
     if not yes and not sys.stdin.isatty() and click.get_current_context().meta[options.NAMED_LAST]:
@@ -77,14 +76,14 @@ def cancel_command(run: Path, yes: bool, wait_s: float | None, as_json: bool) ->
     if not yes and sys.stdin.isatty() and not click.confirm(question, err=True):
         click.echo("not cancelled", err=True)
         if as_json:
-            print(json.dumps(target.to_json(None), indent=2))
+            options.print_json(target.to_json(None))
         return 1
     bound = end_limit_s(target.spec) if wait_s is None else wait_s
     if not as_json:
         print(f"cancelling {target.spec.run_id}: {target}", flush=True)
     left = control.cancel(target, wait_s=bound, warn=lambda text: click.echo(text, err=True))
     if as_json:
-        print(json.dumps(target.to_json(left), indent=2))
+        options.print_json(target.to_json(left))
         return 1 if left else 0
     if left:
         names = ", ".join(f"{task.task} ({task.state} {task.node})".strip() for task in left)
@@ -147,7 +146,7 @@ def resume_command(run: Path, overrides: tuple[str, ...], as_json: bool) -> int:
         resumption, handle = resume(run, overrides)
         resumed = resumption.to_json(handle.jobs, log=None)
     if as_json:
-        print(json.dumps(resumed, indent=2))
+        options.print_json(resumed)
         return 0
     where = f"output in {resumed['log']}" if local else f"job {' '.join(resumed['job_ids'])}"
     print(f"resumed with nodes={resumed['nodes']} ({where})")
@@ -265,7 +264,7 @@ def prune_command(
             "removed": removed, "left": [str(item.folder) for item in left],
             "freed_bytes": freed_bytes, "dry_run": dry_run,
         }  # fmt: skip
-        print(json.dumps(printed, indent=2))
+        options.print_json(printed)
         return 1 if left else 0
     verb, would = ("would remove", "would be freed") if dry_run else ("removed", "freed")
     for item in cleaning.going:

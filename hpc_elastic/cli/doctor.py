@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -99,7 +98,7 @@ def doctor_command(
             "versions": found.versions, "asked": cluster.settings_json(wanted),
             "findings": [finding.to_json() for finding in found.findings], "facts": found.facts,
         }  # fmt: skip
-        print(json.dumps(report, indent=2))
+        options.print_json(report)
     else:
         print_findings(found.findings, console(), probed=probe)
     return 1 if worst_verdict(found.findings) is Verdict.FAIL else 0

@@ -63,10 +63,10 @@ def _print_all(run: Path, *, as_json: bool) -> int:
     reader = EventReader(RunDir(run).event_logs)
     events = valid_events(reader.new())
     if reader.doubt:
-        _print_message(reader.doubt)
+        options.print_message(reader.doubt)
     found = build_timeline(EventIndex(events, read_points(RunDir(run).progress)))
     if as_json:
-        print(json.dumps([_as_json(entry) for entry in found], indent=2))
+        options.print_json([_as_json(entry) for entry in found])
     elif not found:
         click.echo("no task of this run has started yet", err=True)
     for text in () if as_json else lines(found):
@@ -87,7 +87,7 @@ def _raw(run: Path, *, follow: bool) -> int:
             print(json.dumps(event), flush=follow)
 
     if follow:
-        return _print_end(_read(run, show))
+        return options.print_end(_read(run, show))
     show(EventReader(RunDir(run).event_logs).new())
     return 0
 
@@ -103,13 +103,13 @@ def _follow(run: Path, *, as_json: bool) -> int:
 
     end = _read(run, show)
     printer.print(events, float("inf"))
-    return _print_end(end)
+    return options.print_end(end)
 
 
 def _read(run: Path, show: Callable[[list[Event]], None]) -> RunView:
     """Show the events until the run has ended; return its last view."""
     reader = EventReader(RunDir(run).event_logs)
-    follower = RunFollower([run], read_s=READ_S, warn=_print_message)
+    follower = RunFollower([run], read_s=READ_S, warn=options.print_message)
     while True:
         (view,) = follower.poll()  # before the events, so that none is missed
         began = time.monotonic()
@@ -117,15 +117,6 @@ def _read(run: Path, show: Callable[[list[Event]], None]) -> RunView:
         if view.ended is not None:
             return view
         time.sleep(max(_POLL_S, _PAUSE * (time.monotonic() - began)))
-
-
-def _print_end(view: RunView) -> int:
-    _print_message(view.describe())
-    return view.ended.exit_code if view.ended is not None else 1
-
-
-def _print_message(text: str) -> None:
-    click.echo(f"hpc-elastic: {text}", err=True)
 
 
 def _over_at(entry: TimelineEntry) -> float:

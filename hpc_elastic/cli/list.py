@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -82,7 +81,7 @@ def list_command(everything: bool, limit: int, as_json: bool) -> int:
     found = list(known if everything else islice(known, limit))
     runs = listed(found)
     if as_json:
-        print(json.dumps([asdict(run) for run in runs], indent=2))
+        options.print_json([asdict(run) for run in runs])
         return 0
     _print(runs, cut=not everything and next(known, None) is not None)
     return 0

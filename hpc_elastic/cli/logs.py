@@ -176,18 +176,15 @@ def logs_command(
 class _Output:
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
-        self._on_terminal = sys.stdout.isatty() and not as_json
-        self._is_plain = self._on_terminal and not takes_colours(os.environ)
-        self._writer = Writer(on_terminal=self._on_terminal, now=time.time())
+        on_terminal = sys.stdout.isatty() and not as_json
+        self._is_plain = on_terminal and not takes_colours(os.environ)
+        self.writer = Writer(on_terminal=on_terminal, now=time.time())
         self.num_lines = 0
-
-    def make_room(self, sources: Iterable[LogSource]) -> None:
-        self._writer.make_room(sources)
 
     def write(self, lines: Iterable[LogLine]) -> None:
         for line in lines:
             self.num_lines += 1
-            rows = [json_of(line)] if self._as_json else self._writer.rows([line])
+            rows = [json_of(line)] if self._as_json else self.writer.rows([line])
             if self._is_plain:
                 rows = map(click.unstyle, rows)
             sys.stdout.writelines(f"{row}\n" for row in rows)
@@ -208,9 +205,7 @@ def _print_output(run: RunDir, query: Query, out: _Output) -> int:
     """
     discovery = log_files.Discovery(run)
     if query.follow:
-        view = _follow(run, query, out, discovery)
-        _print_message(view.describe())
-        return view.ended.exit_code if view.ended is not None else 1
+        return options.print_end(_follow(run, query, out, discovery))
     sources = discovery.sources()
     chosen = [source for source in sources if query.selection.selects(source)]
     if any(source.is_worker for source in sources):
@@ -219,10 +214,10 @@ def _print_output(run: RunDir, query: Query, out: _Output) -> int:
         remedy = "; --agent shows the logs of the agents" if sources else ""
         doing = read_view(run.path).describe()
         raise RunDirectoryError(f"{run.path} has no output of workers yet; {doing}{remedy}")
-    out.make_room(chosen)
+    out.writer.make_room(chosen)
     out.write(_so_far(chosen, query, {}))
     if not out.num_lines:
-        _print_message(f"no output; {read_view(run.path).describe()}")
+        options.print_message(f"no output; {read_view(run.path).describe()}")
     return 0 if out.num_lines else 1
 
 
@@ -243,22 +238,22 @@ def _so_far(chosen: Sequence[LogSource], query: Query, until: dict[Path, int]) -
 
 def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discovery) -> RunView:
     """Print the present output and what is added, until the run has ended; return its view."""
-    end = RunFollower([run.path], read_s=READ_S, warn=_print_message)
+    end = RunFollower([run.path], read_s=READ_S, warn=options.print_message)
     ended, ended_at = None, 0.0
     follower = log_files.Follower(discovery, query.selection, query.keep)
     sources = discovery.sources()
     chosen = [source for source in sources if query.selection.selects(source)]
     until = follower.skip(chosen)
-    out.make_room(chosen)
+    out.writer.make_room(chosen)
     out.write(_so_far(chosen, query, until))
     if not is_there(run.result):  # print which selected output does not exist yet
         try:
             if any(source.is_worker for source in sources):
                 log_files.require_there(query.selection, sources)
             else:
-                _print_message(f"waiting for output; {read_view(run.path).describe()}")
+                options.print_message(f"waiting for output; {read_view(run.path).describe()}")
         except log_files.NothingSelectedError as e:
-            _print_message(f"{e}; waiting")
+            options.print_message(f"{e}; waiting")
     while ended is None or not _is_complete(ended_at, follower.last_news):
         out.write(follower.poll())
         sys.stdout.flush()
@@ -273,10 +268,6 @@ def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discov
 def _is_complete(ended_at: float, last_news: float) -> bool:
     now = time.monotonic()
     return now - max(ended_at, last_news) > _LAST_LINES_S or now - ended_at > _LAST_LINES_AT_MOST_S
-
-
-def _print_message(text: str) -> None:
-    click.echo(f"hpc-elastic: {text}", err=True)
 
 
 # ---- lines for terminals and scripts (pure)

@@ -104,25 +104,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     try:
         code = program.main(argv, prog_name="hpc-elastic", standalone_mode=False)
-    except HpcElasticError as e:
-        click.echo(f"hpc-elastic: {e}", err=True)
-        return 1
-    except OSError as e:  # of a file system
-        click.echo(f"hpc-elastic: {_message(e)}", err=True)
+    except (HpcElasticError, OSError) as e:
+        options.print_message(_message(e))
         return 1
     except click.ClickException as e:
         e.show()
         return e.exit_code
     except (click.Abort, KeyboardInterrupt) as e:
         if str(e):
-            click.echo(f"hpc-elastic: {e}", err=True)
+            options.print_message(str(e))
         return INTERRUPTED
     if not isinstance(code, int):
         return 0
     return code if code >= 0 else _SIGNALLED - code
 
 
-def _message(error: OSError) -> str:
+def _message(error: HpcElasticError | OSError) -> str:
+    if isinstance(error, HpcElasticError):
+        return str(error)
     text = error.strerror or str(error) or type(error).__name__
     return text if error.filename is None else f"{error.filename}: {text}"
 
@@ -149,8 +148,7 @@ class _Program(click.Group):
             code = super().invoke(ctx)
         except (HpcElasticError, OSError) as e:
             if ctx.meta.get(options.JSON) and not isinstance(e, BrokenPipeError):
-                text = str(e) if isinstance(e, HpcElasticError) else _message(e)
-                click.echo(json.dumps({"error": text}))
+                click.echo(json.dumps({"error": _message(e)}))
             raise
         try:
             sys.stdout.flush()  # a full disk fails here, where it has an exit code

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -220,7 +219,7 @@ def kill(node: NamedNode, wait_s: float, as_json: bool) -> int:
             scheduler.restart_tasks(list(dict.fromkeys([node.task, *ended])))
     if as_json:
         printed = {**node.json, "gone": after_s is not None, "after_s": after_s}
-        print(json.dumps(printed, indent=2))
+        options.print_json(printed)
     elif after_s is None:
         click.echo(f"{node.host} is still there after {wait_s:g} s", err=True)
     else:
@@ -319,7 +318,7 @@ def preempt_command(
             **found.json, "grace_s": grace_s, "left": bool(left), "after_s": after_s,
             "step": step, "comes_back": comes_back,
         }  # fmt: skip
-        print(json.dumps(printed, indent=2))
+        options.print_json(printed)
     elif after_s is None:
         click.echo(f"{found.host} has not left within {wait_s:g} s: {why}", err=True)
     elif not left:

@@ -1,13 +1,15 @@
-"""Arguments of several commands: runs by name, and points in time."""
+"""What several commands share: runs by name, points in time, and how they print."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +17,9 @@ from hpc_elastic.errors import RunDirectoryError, near_miss
 from hpc_elastic.run import ownership, registry
 from hpc_elastic.run.directory import SUBMISSION, RunDir
 from hpc_elastic.shared_files import is_there
+
+if TYPE_CHECKING:
+    from hpc_elastic.report.run_view import RunView
 
 JSON = "hpc_elastic.json"
 """Key in the context of a command: whether its output is JSON."""
@@ -150,6 +155,22 @@ trust = click.option(
     "--trust", is_flag=True, is_eager=True, expose_value=False, callback=_note_trust,
     help="Act on a run of another user, or that others may write, all the same.",
 )  # fmt: skip
+
+
+def print_json(value: Any) -> None:
+    """Print the one value of ``--json``."""
+    print(json.dumps(value, indent=2))
+
+
+def print_message(text: str) -> None:
+    """Print what is no output of the command, such as an error."""
+    click.echo(f"hpc-elastic: {text}", err=True)
+
+
+def print_end(view: RunView) -> int:
+    """Print how a run that was followed has ended; return the command's exit code."""
+    print_message(view.describe())
+    return view.ended.exit_code if view.ended is not None else 1
 
 
 # ---- points in time

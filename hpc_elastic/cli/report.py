@@ -91,7 +91,7 @@ def report_command(run: Path, output: Path | None, form: str | None, as_json: bo
             "run_id": report.about.run_id, "run": str(run),
             "file": str(output.absolute()), "format": form, "num_bytes": len(text),
         }  # fmt: skip
-        print(json.dumps(printed, indent=2))
+        options.print_json(printed)
     else:
         print(f"wrote {output}: {len(text) / 1e6:.1f} MB", file=sys.stderr)
     return 0

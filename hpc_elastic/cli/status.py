@@ -95,7 +95,7 @@ def status_command(run: Path, watch: bool, every_s: float, as_json: bool) -> int
     if watch:
         return _watch(_until_end(details, read, every_s), as_json=as_json)
     if as_json:
-        print(json.dumps(details.to_json(), indent=2))
+        options.print_json(details.to_json())
     else:
         out = console()
         out.print(page(details, out.width))

@@ -92,7 +92,7 @@ def submit_command(
         remedy = "add launcher=slurm, or +launcher=slurm"
         raise SubmissionError(f"{script} ended without submitting a run; {remedy}")
     if as_json:
-        print(json.dumps(submitted, indent=2))
+        options.print_json(submitted)
         return 0
     for entry in submitted:
         if entry["launcher"] == "slurm":
@@ -309,7 +309,7 @@ def _render(script: str, arguments: Sequence[str], output: Path | None, *, as_js
                 "script": str(file.absolute()), "sweep": str(rendered.parent.parent),
                 "tasks": len(dirs), "runs": runs,
             })  # fmt: skip
-        print(json.dumps(listed, indent=2))
+        options.print_json(listed)
     elif output is None and len(scripts) > 1:
         why = "different resources, launcher.coallocate_min, or MaxArraySize"
         what = f"{script} makes {len(scripts)} batch scripts ({why})"
@@ -381,5 +381,5 @@ def wait_command(sweep: Path, poll_interval_s: float, as_json: bool) -> int:
             }
             for run, end in zip(runs, ends, strict=True)
         ]  # fmt: skip
-        print(json.dumps(printed, indent=2))
+        options.print_json(printed)
     return 1 if failed else 0

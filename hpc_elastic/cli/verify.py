@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -64,7 +63,7 @@ def verify_command(run: Path, as_json: bool) -> int:
     """
     findings = [_examine(folder) for folder in find_checkpoints(run)]
     if as_json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+        options.print_json([asdict(finding) for finding in findings])
     else:
         _print_findings(findings)
     return 1 if any(finding.problems for finding in findings) else 0
@@ -163,7 +162,7 @@ def audit_command(run: Path, as_json: bool) -> int:
     """
     proofs = audit(run)
     if as_json:
-        print(json.dumps({p.name: {"holds": p.holds, **asdict(p)} for p in proofs}, indent=2))
+        options.print_json({p.name: {"holds": p.holds, **asdict(p)} for p in proofs})
     else:
         for proof in proofs:
             _print_audit(proof)
@@ -246,7 +245,7 @@ def export_command(
             "step": manifest.step, "key": key, "file": str(output.absolute()),
             "num_bytes": output.stat().st_size, "num_tensors": num_tensors,
         }  # fmt: skip
-        print(json.dumps(printed, indent=2))
+        options.print_json(printed)
         return 0
     what = f"{key} of step {manifest.step}" if key else f"step {manifest.step}"
     print(f"wrote {what} to {output}: {counted(num_tensors, 'tensor')}", file=sys.stderr)
@@ -270,13 +269,8 @@ def _choose(run: Path, step: int | None) -> tuple[Path, Manifest]:
         known = ", ".join(folder.name for folder in folders)
         raise CheckpointNotFoundError(f"{run} has no checkpoint of step {step}, only {known}")
     for folder in wanted:
-        try:
-            manifest = read_manifest(folder)
-            problems = problems_of(folder, manifest)
-        except CheckpointError as e:
-            problems = [str(e)]
-        else:
-            if not problems:
-                return folder, manifest
+        problems = _examine(folder).problems
+        if not problems:
+            return folder, read_manifest(folder)
         print(f"{folder.name} is damaged: {problems[0]}", file=sys.stderr)
     raise CheckpointCorruptError(f"{run} has no good checkpoint; {problems[0]}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -94,7 +93,7 @@ def when_command(as_json: bool, script: str, overrides: tuple[str, ...]) -> int:
             raise SubmissionError(f"{script} made no batch script; {remedy}")
         forecast = make_forecast(scripts)
     if as_json:
-        print(json.dumps(forecast.to_json(), indent=2))
+        options.print_json(forecast.to_json())
     else:
         _print(forecast)
     return 0
@@ -151,13 +150,13 @@ def _finite(value: float) -> float | None:
 # ---- queries
 
 
-def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> RunForecast:
+def make_forecast(scripts: Sequence[Path]) -> RunForecast:
     """Query Slurm, and return the forecast of the first run of the first batch script.
 
     Raises ConfigError, which names the key, if sbatch would refuse the run; SlurmCommandError if
     Slurm does not answer.
     """
-    client = client or SiteClient(env=dict(os.environ))
+    client = SiteClient(env=dict(os.environ))
     runs = dict.fromkeys(d for script in scripts for d in ArrayFiles.of(script).run_dirs())
     settings = RunDir(next(iter(runs))).load().settings
     config, partitions = client.config(), client.all_partitions()

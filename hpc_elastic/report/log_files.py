@@ -538,7 +538,7 @@ class Follower:
         for file in self._files.values():
             if not file.is_closed:
                 self._settling.add(filter(self._keep, file.drain()), 0.0)
-        return self._settling.take_all()
+        return self._settling.take_due(math.inf)
 
     def _find(self) -> None:
         sources = self._discovery.sources()
@@ -636,19 +636,11 @@ class Settling:
         self._waiting.extend((now, line) for line in lines)
 
     def take_due(self, now: float) -> list[LogLine]:
-        """Return the lines that were held back long enough, in order."""
+        """Return the lines that were held back long enough, in order; at infinity, all."""
         waited = (line.time for at, line in self._waiting if now - at >= self._settle_s)
-        return self._before(max(waited, default=None))
-
-    def take_all(self) -> list[LogLine]:
-        """Return all lines, in order."""
-        return self._before(max((line.time for _, line in self._waiting), default=None))
-
-    def _before(self, time_s: float | None) -> list[LogLine]:
-        if time_s is None:
-            return []
-        due = [line for _, line in self._waiting if line.time <= time_s]
-        self._waiting = [(at, line) for at, line in self._waiting if line.time > time_s]
+        until = max(waited, default=-math.inf)
+        due = [line for _, line in self._waiting if line.time <= until]
+        self._waiting = [(at, line) for at, line in self._waiting if line.time > until]
         return sorted(due, key=lambda line: line.time)
 
 

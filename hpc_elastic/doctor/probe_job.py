@@ -208,9 +208,9 @@ class ProbeRun:
         try:
             running = self._wait_for_start(timeout_s)
             pending = self._in_phase(Phase.PENDING)
-            self._add_facts(
-                waiting={i: self._states[i].reason or "no reason given" for i in pending}
-            )
+            self.evidence.waiting = {
+                i: self._states[i].reason or "no reason given" for i in pending
+            }
             self._measure(running)
             if self.evidence.reports:
                 self._send_notice()
@@ -218,15 +218,12 @@ class ProbeRun:
         except BrokenPipeError:
             raise  # the reader of our output has ended
         except (SlurmCommandError, OSError) as e:
-            self._add_facts(problem=str(e))
+            self.evidence.problem = str(e)
         finally:
             with contextlib.suppress(OSError):  # the reader has ended: `doctor --probe | head`
                 self._report("cancelling the rest of the probe")
-            self._add_facts(leftovers=self._job.cancel())
+            self.evidence.leftovers = self._job.cancel()
         return self.evidence
-
-    def _add_facts(self, **facts: object) -> None:
-        self.evidence = replace(self.evidence, **facts)  # type: ignore[arg-type]
 
     def _refresh(self) -> dict[int, TaskState]:
         try:
@@ -281,12 +278,14 @@ class ProbeRun:
                 state, log = states.get(i), self._job.log_tail(i)
                 where = f"{state.state} on {state.node}" if state else "forgotten on ?"
                 silent[i] = where + (f": {log}" if log else ", and printed nothing")
-        self._add_facts(reports=reports, silent=silent | unreadable, blind=blind)
+        self.evidence.reports, self.evidence.blind = reports, blind
+        self.evidence.silent = silent | unreadable
         files = {r.facts.name: place.outside_file(i) for i, r in reports.items()}
-        self._add_facts(outside={
+        self.evidence.outside = {
             name: file.read_text().strip()[:300] or None
-            for name, file in files.items() if is_there(file)
-        })  # fmt: skip
+            for name, file in files.items()
+            if is_there(file)
+        }
 
     def _send_notice(self) -> None:
         """Send the notice signal to every task, and record which processes receive it."""
@@ -309,7 +308,7 @@ class ProbeRun:
             return all(None not in times.values() for times in seen.values())
 
         wait_until(all_received, _NOTICE_S + place.staleness_s)
-        self._add_facts(notices=seen)
+        self.evidence.notices = seen
 
     def _run_on_task(self, command: Callable[[str], None], index: int) -> str:
         """Run a command of Slurm on a task; return its error, empty without one."""
@@ -355,7 +354,7 @@ class ProbeRun:
         ]
         if over and not refused["requeue"]:
             endings[0] = self._await_return(endings[0], chosen["requeue"], start)
-        self._add_facts(endings=endings)
+        self.evidence.endings = endings
 
     def _await_return(self, ending: NodeEnding, index: int, start: float) -> NodeEnding:
         """Wait until a requeued task runs again; release it from Slurm's hold of two minutes."""
@@ -433,7 +432,7 @@ class NodeEnding:
     waits: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Evidence:
     """Everything that a probe has shown.
 

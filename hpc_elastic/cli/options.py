@@ -63,6 +63,11 @@ def find_run(name: str, *, here: bool = False) -> Path:
     raise RunDirectoryError(f"{what}; give a run directory, or an id of `hpc-elastic list`")
 
 
+def is_sweep(folder: Path) -> bool:
+    """Return whether a directory is that of a sweep, and not of a run."""
+    return (folder / SUBMISSION).is_dir() and not is_there(RunDir(folder).spec)
+
+
 def runs_below(sweep: Path) -> Iterator[Path]:
     """Yield the runs of a sweep directory, however deep ``hydra.sweep.subdir`` has them."""
     for folder, below, files in os.walk(sweep):
@@ -72,7 +77,7 @@ def runs_below(sweep: Path) -> Iterator[Path]:
 
 
 def _run_below(folder: Path) -> Path:
-    if is_there(RunDir(folder).spec) or not (folder / SUBMISSION).is_dir():
+    if not is_sweep(folder):
         return folder  # its reader reports what is missing
     runs = sorted(runs_below(folder))
     if not runs:
@@ -128,8 +133,9 @@ class SweepName(RunName):
     def convert(
         self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None
     ) -> Path:
-        """Return the directory."""
-        return Path(value) if Path(value).is_dir() else find_run(str(value))
+        """Return the absolute directory."""
+        folder = Path(value).absolute()
+        return folder if folder.is_dir() else find_run(str(value))
 
 
 def _note_json(ctx: click.Context, param: click.Parameter, value: bool) -> bool:

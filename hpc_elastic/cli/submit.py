@@ -366,7 +366,7 @@ def wait_command(sweep: Path, poll_interval_s: float, as_json: bool) -> int:
     """
     from hpc_elastic.launcher import wait as launcher_wait
 
-    runs = launcher_wait.read_handles(launcher_wait.find_submission(sweep.absolute()))
+    runs = launcher_wait.read_handles(launcher_wait.find_submission(sweep))
     out = sys.stderr if as_json else sys.stdout
     ends = launcher_wait.wait(runs, poll_interval_s=poll_interval_s, out=out)
     failed = [end.error for end in ends if end.error]

@@ -13,8 +13,6 @@ import click
 from hpc_elastic.cli import options
 from hpc_elastic.errors import HpcElasticError, RunDirectoryError
 from hpc_elastic.run import registry
-from hpc_elastic.run.directory import SUBMISSION, RunDir
-from hpc_elastic.shared_files import is_there
 
 _PORT, _NUM_PORTS = 8672, 50
 
@@ -48,19 +46,8 @@ Examples:
 """
 
 
-class _RunsName(options.RunName):
-    """A run as `find_run` finds it, or the directory of a sweep."""
-
-    def convert(
-        self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Path:
-        """Return the directory."""
-        folder = Path(value).absolute()
-        return folder if _is_sweep(folder) else options.find_run(str(value))
-
-
 @click.command(epilog=_HELP)
-@click.argument("runs", type=_RunsName(), nargs=-1, metavar="[RUN]...")
+@click.argument("runs", type=options.SweepName(), nargs=-1, metavar="[RUN]...")
 @click.option("-a", "--all", "everything", is_flag=True, help="All runs of `hpc-elastic list`.")
 @click.option(
     "--control", is_flag=True,
@@ -132,17 +119,13 @@ def _finder(given: Sequence[Path]) -> Callable[[], list[Path]]:
             return [run.path for run in registry.newest_first()]
         found = dict[Path, None]()
         for path in given:
-            found |= dict.fromkeys(_runs_below(path) if _is_sweep(path) else [path])
+            found |= dict.fromkeys(_runs_below(path) if options.is_sweep(path) else [path])
         return list(found)
 
     if not find():
         what = "the directory of a sweep holds no run" if given else "no run was submitted yet"
         raise RunDirectoryError(f"{what}; give a run directory, or an id of `hpc-elastic list`")
     return find
-
-
-def _is_sweep(folder: Path) -> bool:
-    return (folder / SUBMISSION).is_dir() and not is_there(RunDir(folder).spec)
 
 
 def _runs_below(sweep: Path) -> list[Path]:

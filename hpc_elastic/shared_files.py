@@ -542,14 +542,13 @@ def read_listed(path: Path, read: Callable[[Path], str] = read_text) -> str | No
 
 
 # ---- Procedures on the shared file system, as generators (pure)
-# A procedure yields its steps on the file system one by one, and is sent their results. So the same
-# procedure runs on real files, in a thread that may block (`carried_out`), and in virtual time
-# (`tests/simulation`), where other nodes act between any two steps.
 
 
 T = TypeVar("T")
 Steps = Generator[Callable[[], Any], Any, T]
-"""Yields a step on the file system, and is sent its result, or thrown its `OSError`."""
+"""Yields its steps on the file system one by one, and is sent the result of each, or thrown its
+`OSError`. So one procedure runs on real files, in a thread that may block (`carried_out`), and in
+virtual time (`tests/simulation`), where other nodes act between any two steps."""
 
 
 def carried_out(steps: Steps[T]) -> T:
@@ -608,13 +607,6 @@ def numbers_in(names: Iterable[str], prefix: str, suffix: str = "") -> set[int]:
 
 
 # ---- The mount of a folder: its file system, and how old an answer may be there
-# An NFS client answers from its caches for as long as its mount options allow. With close-to-open
-# consistency, the default, opening a file or a folder asks the server, so what is opened anew is
-# as the server has it. With ``nocto`` it may be as old as attributes may be: 60 s by default.
-# Other file systems are coherent by locks or tokens of their servers, or name a time in their
-# manuals.
-#
-# The kernel shows the options that differ from the defaults, so the defaults of nfs(5) are here.
 
 
 LOCAL = frozenset(
@@ -647,7 +639,13 @@ _TELLING = (
 
 @dataclass(frozen=True)
 class Mount:
-    """The mount that a path lies on.
+    """The mount that a path lies on, and how old an answer of its file system may be.
+
+    An NFS client answers from its caches for as long as its mount options allow. With close-to-open
+    consistency, the default, opening a file or a folder asks the server. With ``nocto`` what is
+    opened may be as old as attributes may be: 60 s by default. Other file systems are coherent by
+    locks or tokens of their servers, or name a time in their manuals. The kernel shows the options
+    that differ from the defaults, so those of nfs(5) are above.
 
     Attributes:
         kind: Type of the file system, such as ``nfs4``, as the kernel names it; empty if unknown.

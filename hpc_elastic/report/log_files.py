@@ -669,11 +669,7 @@ def newest_of_tasks(sources: Iterable[LogSource]) -> dict[str, LogSource]:
     return {source.task: source for source in in_order}
 
 
-# ---- from bytes to text for a terminal (pure)
-# Progress bars redraw their line with ``\r``: the last state of such a line is shown, as on a
-# terminal. Bytes that are no text become replacement characters. Control characters and escape
-# sequences are removed, except colours on a terminal: a log must not clear the reader's screen, or
-# set the title of the window.
+# ---- from bytes to lines (pure)
 
 
 MAX_LINE = 1 << 16
@@ -681,7 +677,10 @@ MAX_LINE = 1 << 16
 
 
 class Splitter:
-    """Splitter of the bytes of a file, piece by piece, into lines."""
+    r"""Splitter of the bytes of a file, piece by piece, into lines.
+
+    Of a line that a progress bar has redrawn with ``\r`` the last state counts, as on a terminal.
+    """
 
     def __init__(self, offset: int = 0) -> None:
         self._held = b""

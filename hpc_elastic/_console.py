@@ -12,8 +12,10 @@ import os
 import sys
 from collections.abc import Iterable
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 
 from hpc_elastic._util import cleaned_lines, terminal_of
 
@@ -45,3 +47,8 @@ def console(*, stderr: bool = False) -> Console:
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = _FILE_WIDTH
     return made
+
+
+def plain_table() -> Table:
+    """Return a table with one line, below its head."""
+    return Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))

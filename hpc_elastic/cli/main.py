@@ -62,7 +62,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Observe": {
         "status": ("status", "Show a run: group, tasks, step, pace, and where its time went."),
-        "list": ("list", "List your runs, the newest first."),
+        "list": ("status", "List your runs, the newest first."),
         "wait": ("submit", "Wait for submitted runs and show their progress."),
         "logs": ("logs", "Show or follow the output of all workers, in order of time."),
         "events": ("events", "Show what happened to a run, and why."),

@@ -299,11 +299,9 @@ def _notes(settings: RunSettings, found: Outlook, config: Mapping[str, str]) -> 
 
 
 def _print(forecast: RunForecast) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
     from rich.text import Text
 
-    from hpc_elastic._console import console
+    from hpc_elastic._console import console, plain_table
 
     out, found = console(), forecast.found
     parts = [f"{found.num_idle} idle"]
@@ -314,7 +312,7 @@ def _print(forecast: RunForecast) -> None:
     parts += [f"{counted(found.num_waiting, 'job')} waiting"] if found.num_waiting else []
     where = ", ".join(forecast.partitions) or "no partition"
     out.print(f"{where}: {counted(len(found.nodes) + found.num_out, 'node')}, {', '.join(parts)}")
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     for name in ("time limit", "starts", "nodes"):
         table.add_column(name)
     for shape in forecast.shapes:

@@ -62,7 +62,6 @@ def _serve() -> None:
     import yaml  # noqa: F401 - what commands import when they are called
 
     from hpc_elastic.cli import control, events, logs, main, nodes, report, status, submit, verify  # noqa: F401
-    from hpc_elastic.cli import list as _list  # noqa: F401
     from hpc_elastic.launcher import wait  # noqa: F401
 
     for line in sys.stdin:

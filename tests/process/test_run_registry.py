@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from arrays import run_of
-from hpc_elastic.cli.list import listed
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.options import find_run
+from hpc_elastic.cli.status import listed
 from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings
 from hpc_elastic.errors import RunDirectoryError, SubmissionError
 from hpc_elastic.launcher import control

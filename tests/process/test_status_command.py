@@ -12,9 +12,8 @@ from rich.console import Console
 
 from helps import not_in_help
 from hpc_elastic._util import duration
-from hpc_elastic.cli.list import listed
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.status import NextGap, clock, line, number, page, sparkline
+from hpc_elastic.cli.status import NextGap, clock, line, listed, number, page, sparkline
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.report.details import read_details
 from hpc_elastic.report.run_view import read_view

@@ -8,9 +8,9 @@ import click
 import pytest
 
 from helps import help_of, not_in_help
-from hpc_elastic.cli import list as listing
 from hpc_elastic.cli import options
 from hpc_elastic.cli.main import program
+from hpc_elastic.cli.status import Listed
 from hpc_elastic.cli.verify import CheckpointFinding
 from hpc_elastic.data.audit import EpochProof, Proof
 
@@ -56,7 +56,7 @@ def test_every_command_that_tells_something_tells_it_to_scripts(name):
 
 @pytest.mark.parametrize(
     ("name", "kinds"),
-    [("audit", (Proof, EpochProof)), ("verify", (CheckpointFinding,)), ("list", (listing.Listed,))],
+    [("audit", (Proof, EpochProof)), ("verify", (CheckpointFinding,)), ("list", (Listed,))],
 )
 def test_the_help_names_the_keys_of_json(name, kinds):
     """All of them."""

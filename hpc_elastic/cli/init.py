@@ -66,8 +66,7 @@ def init_command(name: str | None, partition: str | None, force: bool) -> int:
 def _find_script(place: Path) -> tuple[str | None, Path, str]:
     """Return the first script with @hydra.main, or None, and the folder of its config.
 
-    The third value is ``launcher``, or ``+launcher`` where the defaults of its config have no
-    launcher. Raises ConfigError if the scripts here have several config folders.
+    The third value is ``launcher``, or ``+launcher`` where the defaults of its config have none.
     """
     found: dict[Path, tuple[str, str]] = {}
     for file in sorted(place.glob("*.py")):

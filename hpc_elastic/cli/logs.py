@@ -197,12 +197,7 @@ def takes_colours(environ: Mapping[str, str]) -> bool:
 
 
 def _print_output(run: RunDir, query: Query, out: _Output) -> int:
-    """Print the output of a run; return 0, or 1 if nothing was printed.
-
-    If the run is followed, 1 means that it has not succeeded. Raises RunDirectoryError if `run` is
-    no run directory, or its workers have written nothing; NothingSelectedError if the selection
-    matches no output.
-    """
+    """Print the output of a run; return 0, or 1 if it has none, or has not succeeded (follow)."""
     discovery = log_files.Discovery(run)
     if query.follow:
         return options.print_end(_follow(run, query, out, discovery))

@@ -48,10 +48,7 @@ class NamedNode:
         }  # fmt: skip
 
     def write_event(self, kind: str, **fields: Any) -> None:
-        """Write the event that a user takes this node.
-
-        Raises RunDirectoryError if the run belongs to another user.
-        """
+        """Write the event that a user takes this node; RunDirectoryError in another user's run."""
         log = self.run.events(COMMANDS)
         try:
             with log.open("a"):
@@ -65,11 +62,9 @@ class NamedNode:
 
 
 def find_node(run: Path, name: str) -> NamedNode:
-    """Return a node, by its name (or its task's), of a run that this process may act on.
+    """Return a node of a run that this process may act on, by its name or its task's.
 
-    The domain of the name may be left out. Raises UntrustedRunError if the run is another user's,
-    or others may write it; RunDirectoryError, which lists its nodes, if it has ended, is cancelled,
-    or has no such node; SlurmError if Slurm does not answer.
+    The domain of the name may be left out. The error of a node that is not there lists the others.
     """
     files = RunDir(run)
     spec = ownership.load_own(files, files.notices, files.event_logs)

@@ -273,7 +273,7 @@ def print_run(run_id: str, folder: Path) -> None:
 
 
 def dry_run(script: str, arguments: Sequence[str]) -> tuple[int, str, list[Path]]:
-    """Run a script as a dry run: its files are written, and nothing is submitted.
+    """Run a script as a dry run, which writes its files and submits nothing.
 
     Returns its exit code, its standard output, and the batch scripts that it has written.
     """
@@ -287,11 +287,7 @@ def dry_run(script: str, arguments: Sequence[str]) -> tuple[int, str, list[Path]
 
 
 def _render(script: str, arguments: Sequence[str], output: Path | None, *, as_json: bool) -> int:
-    """Run a script as a dry run, and print the batch script that it has written, or copy several.
-
-    Raises SubmissionError if there is no batch script, or if there are several, and neither a
-    directory nor JSON was requested.
-    """
+    """Print the batch script that a dry run of a script has written, or copy several."""
     code, printed, scripts = dry_run(script, arguments)
     sys.stderr.write(printed)
     if code != 0:

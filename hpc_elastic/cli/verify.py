@@ -70,11 +70,7 @@ def verify_command(run: Path, as_json: bool) -> int:
 
 
 def find_checkpoints(path: Path) -> list[Path]:
-    """Return the folders of the checkpoints, the newest first.
-
-    ``path`` is a run directory, a directory of checkpoints, or one checkpoint. Raises
-    CheckpointNotFoundError if there is none.
-    """
+    """Return the checkpoints of a run or of a directory, the newest first; one alone is itself."""
     if (path / MANIFEST).exists():
         return [path]
     directories = [path] if Store(path).steps() else directories_of(RunDir(path))
@@ -253,11 +249,7 @@ def export_command(
 
 
 def _choose(run: Path, step: int | None) -> tuple[Path, Manifest]:
-    """Return the newest good checkpoint, or that of a step.
-
-    Raises CheckpointNotFoundError if there is none of that step, or there are several directories;
-    CheckpointCorruptError if it is damaged, or all are.
-    """
+    """Return the newest good checkpoint, or that of a step."""
     folders = find_checkpoints(run)
     directories = sorted({str(folder.parent) for folder in folders})
     if len(directories) > 1:

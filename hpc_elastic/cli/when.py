@@ -101,11 +101,7 @@ def when_command(as_json: bool, script: str, overrides: tuple[str, ...]) -> int:
 
 @dataclass(frozen=True)
 class RunForecast:
-    """The forecast of one run.
-
-    ``shapes`` are the run's own time limit, and shorter ones that help; ``notes`` are what is not
-    known.
-    """
+    """The forecast of one run: its own time limit, then shorter ones that help."""
 
     time: float
     settings: RunSettings
@@ -151,11 +147,7 @@ def _finite(value: float) -> float | None:
 
 
 def make_forecast(scripts: Sequence[Path]) -> RunForecast:
-    """Query Slurm, and return the forecast of the first run of the first batch script.
-
-    Raises ConfigError, which names the key, if sbatch would refuse the run; SlurmCommandError if
-    Slurm does not answer.
-    """
+    """Query Slurm, and return the forecast of the first run; ConfigError if sbatch refuses it."""
     client = SiteClient(env=dict(os.environ))
     runs = dict.fromkeys(d for script in scripts for d in ArrayFiles.of(script).run_dirs())
     settings = RunDir(next(iter(runs))).load().settings
@@ -221,10 +213,7 @@ def _gap(
 def _tests(
     client: SiteClient, scripts: Sequence[Path], settings: RunSettings, now: float
 ) -> tuple[dict[int, float], list[str]]:
-    """Return when Slurm would start jobs by their number of nodes, and what it refuses.
-
-    Raises HpcElasticError if it refuses one node.
-    """
+    """Return when Slurm would start jobs by their number of nodes, and which it refuses."""
     from hpc_elastic.launcher.slurm import refusal
 
     tested: dict[int, float] = {}

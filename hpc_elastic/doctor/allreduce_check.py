@@ -41,10 +41,7 @@ class AllreduceResult:
 def run_allreduce(
     rank: int, world_size: int, host: str, port: int, variables: Mapping[str, str]
 ) -> AllreduceResult:
-    """Run the all_reduce in a process of its own, bounded in time (every task that takes part).
-
-    ``port`` is free at ``host``, the address of rank 0; ``variables`` join the environment.
-    """
+    """Run the all_reduce in a process, bounded in time; ``port`` is free at ``host``, rank 0's."""
     argv = [sys.executable, "-P", "-m", "hpc_elastic.doctor.allreduce_check"]
     argv += [str(rank), str(world_size), host, str(port)]
     try:

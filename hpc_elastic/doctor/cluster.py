@@ -132,10 +132,7 @@ def has_accounting(config: Mapping[str, str]) -> bool:
 def query_cluster(
     settings: SlurmSettings, render_script: Callable[[], str], client: SiteClient
 ) -> ClusterFacts:
-    """Query Slurm about everything that concerns a run with these settings (login node).
-
-    ``render_script`` returns the batch script of a run of one node; it may raise HpcElasticError.
-    """
+    """Query Slurm about all that concerns a run; ``render_script`` returns that of one node."""
     problems: dict[str, str] = {}
 
     def query(name: str, question: Callable[[], _T], otherwise: _T) -> _T:

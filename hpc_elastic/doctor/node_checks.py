@@ -20,11 +20,7 @@ from hpc_elastic.slurm.nodelist import compress
 
 
 def check_host(host: HostFacts, *, own_python: bool = True) -> Iterator[Finding]:
-    """Yield the findings on the login node.
-
-    ``own_python``: the nodes use the interpreter of this process, so no container's, and no
-    ``launcher.python``.
-    """
+    """Yield the findings on the login node; ``own_python``: the nodes use this interpreter."""
     if host.missing_commands:
         yield fail(
             "host.commands",

@@ -102,11 +102,7 @@ def submit_probe(
     *,
     longest_s: float | None = None,
 ) -> ProbeJob:
-    """Submit a probe, which has its folder in the directory to test (login node).
-
-    ``longest_s`` is the time limit of the partition; None without a limit. Raises HpcElasticError
-    if sbatch refuses it, or the directory cannot be written to.
-    """
+    """Submit a probe in the directory to test; ``longest_s`` is the time limit of its partition."""
     from hpc_elastic.launcher.slurm import refusal, submit_script
 
     own = Path(tempfile.mkdtemp(dir=folder, prefix="hpc-elastic-doctor-"))

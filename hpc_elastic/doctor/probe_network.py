@@ -121,10 +121,7 @@ def meet_peers(
     published: Mapping[int, Mapping[str, Any]],
     absent: list[int],
 ) -> MeetingResult:
-    """Connect to the other tasks and watch one of them change files (every task that takes part).
-
-    ``published`` has the addresses of all tasks by index, this task's included.
-    """
+    """Connect to the other tasks, and watch one change files; ``published`` is of all, by index."""
     own = published[index]["host"]
     others = {number: peer for number, peer in sorted(published.items()) if number != index}
     peers = [_try_peer(number, peer, index, token) for number, peer in others.items()]

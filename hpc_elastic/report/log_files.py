@@ -203,10 +203,7 @@ _LONGEST_BACK = 256 << 20
 
 
 class Discovery:
-    """Repeated search for the sources of a run; unchanged folders are not read again.
-
-    Raises RunDirectoryError if `run` is no run directory.
-    """
+    """Repeated search for the sources of a run; unchanged folders are not read again."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run

@@ -30,10 +30,7 @@ SHOWN_AT_ONCE = 12
 
 
 def html(report: Mapping[str, Any]) -> str:
-    """Return the page of a report's JSON form.
-
-    Raises ReportLibraryError without the chart library.
-    """
+    """Return the page of a report's JSON form; ReportLibraryError without the chart library."""
     drawn = charts.charts(report)
     return _template("page.html.j2").render(
         **_values(report, drawn), live=False, specs=_specs(drawn), configs=chart_configs(),
@@ -93,10 +90,7 @@ def chart_configs() -> dict[str, dict[str, Any]]:
 
 
 def charts_script() -> str:
-    """Return the script of Vega, Vega-Lite and their embedding.
-
-    Raises ReportLibraryError if it is not installed.
-    """
+    """Return the script of Vega, Vega-Lite and their embedding; ReportLibraryError without it."""
     return str(_library().javascript_bundle())
 
 
@@ -183,10 +177,7 @@ def _losses(changes: Iterable[Values]) -> Iterator[tuple[int | None, bool]]:
 
 
 def by_cause(changes: Sequence[Values]) -> list[dict[str, Any]]:
-    """Return the sum of the costs of faults by their cause, the costliest first.
-
-    Unknown times count as 0; ``lost`` is in words.
-    """
+    """Return the sums of the costs of faults by cause, the costliest first; unknown times are 0."""
     by_cause: dict[str, list[Values]] = {}
     for fault in (change for change in changes if change["fault"]):
         by_cause.setdefault(fault["cause"], []).append(fault)

@@ -21,7 +21,9 @@ request: posix_fadvise(2) with POSIX_FADV_DONTNEED drops its cache of a folder.
 another user's: a FIFO would block the reader for ever, a link would lead to the reader's own
 private files or to a device without end, and a sparse file of terabytes costs its writer nothing.
 So only a regular file is opened, never through a link in its own place, and each kind of file has a
-size beyond which it is not read. The folders above it may be links.
+size beyond which it is not read. The folders above it may be links. Whatever reads a file raises
+DamagedFileError if something else has its name, it is too large, or does not hold what it should,
+and OSError if it is missing, or may not be read.
 """
 
 from __future__ import annotations
@@ -389,7 +391,7 @@ def _require_size(path: Path, num_bytes: int, limit: int) -> None:
 
 
 def read_bytes(path: Path, limit: int = TEXT_BYTES) -> bytes:
-    """Return the content of a file of a run; DamagedFileError if it is too large, or no file."""
+    """Return the content of a file of a run."""
     with open_file(path) as file:
         _require_size(path, os.fstat(file.fileno()).st_size, limit)
         data = file.read(limit + 1)  # it may have grown
@@ -398,7 +400,7 @@ def read_bytes(path: Path, limit: int = TEXT_BYTES) -> bytes:
 
 
 def read_text(path: Path, limit: int = TEXT_BYTES, errors: str = "strict") -> str:
-    """Return the text of a file of a run; raise as `read_bytes`, or if it is no text."""
+    """Return the text of a file of a run."""
     try:
         return read_bytes(path, limit).decode(errors=errors)
     except UnicodeDecodeError as e:
@@ -423,8 +425,7 @@ def lines_in(
 
     A line of more than `LINE_BYTES` is left out. ``start`` is the first byte of a line.
     ``unfinished``: a last line without an end is one too. Of more than `LINES_BYTES`, ``newest``
-    yields the last lines; otherwise DamagedFileError is raised, as if it is no file. Raises OSError
-    if it is missing, or may not be read.
+    yields the last lines; otherwise the file is refused.
     """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -448,8 +449,7 @@ def parse_json(
 ) -> Any:
     """Return the value of JSON text; ``what`` is its file, for the message.
 
-    ``loads`` reads it, and raises a `ValueError` at what it refuses. Raises DamagedFileError if it
-    is no JSON, or nested too deep for its readers.
+    ``loads`` reads it, and raises a `ValueError` at what it refuses.
     """
     try:
         value = loads(text)
@@ -469,11 +469,10 @@ def parse_json(
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the value of a YAML file of a run.
+    """Return the value of a YAML file of a run; an alias in it is refused.
 
     A few bytes of aliases could name each other so often that no memory holds the value; the files
-    of a run have none. Raises DamagedFileError if it has one, is no YAML, no file or too large a
-    one, and OSError if it is missing, or may not be read.
+    of a run have none.
     """
     import yaml
 
@@ -493,8 +492,7 @@ def read_yaml(path: Path) -> Any:
 def read_json(path: Path, read: Callable[[Path], str] = read_text) -> dict[str, Any] | None:
     """Return the object in a JSON file that is written atomically; None where there is none yet.
 
-    ``read`` is `read_undelegated` for a file that others change later. Raises DamagedFileError if
-    it is no JSON, no file, or too large a one, and OSError if it may not be read.
+    ``read`` is `read_undelegated` for a file that others change later.
     """
     try:
         text = read_listed(path, read)
@@ -510,11 +508,7 @@ def read_undelegated(path: Path, num_bytes: int | None = None) -> str:
     A server of NFS 4 gives a delegation of what is read. It would have to recall that from the dead
     node, which takes 100 s; the other node waits for that, and if it removes the file, so do all
     who use its folder there. So this client gives it back at once: Linux's does so before it
-    changes a mode.
-
-    ``num_bytes`` are read from its end; None: the whole file. Raises DamagedFileError if there are
-    more than `TEXT_BYTES` to read, or it is no file, and OSError if it is missing, or may not be
-    read.
+    changes a mode. ``num_bytes`` are read from its end; None: the whole file.
     """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -528,7 +522,7 @@ def read_undelegated(path: Path, num_bytes: int | None = None) -> str:
 
 
 def read_listed(path: Path, read: Callable[[Path], str] = read_text) -> str | None:
-    """Return the text of a file; None if it is not there. Raise OSError if it may not be read."""
+    """Return the text of a file; None if it is not there."""
     try:
         refresh(path)
         return read(path)
@@ -580,15 +574,10 @@ def create_once(
     the call failed. Only its content identifies its creator: a count of links may come from a
     cache, and inode numbers may change.
 
-    Args:
-        put: Writes the file completely under another name, and links it to its own.
-        names: Lists the folder anew.
-        name: The file's name among them.
-        read: Opens the file anew and returns its content.
-        content: Different from that of any other process.
-
-    Raises:
-        OSError: It is not there, and could not be made; the same content may be tried again.
+    ``put`` writes the file under another name, and links it to its own, which is ``name`` among
+    those that ``names`` lists anew; ``read`` returns its content; no other process has the same
+    ``content``. Raises OSError if the file is not there, and could not be made; the same content
+    may be tried again.
     """
     try:
         yield put

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -47,10 +48,10 @@ class Finding:
     """
 
     check: str
-    verdict: Verdict
     found: str
     why: str = ""
     remedy: str = ""
+    verdict: Verdict = Verdict.OK
 
     @property
     def group(self) -> str:
@@ -59,7 +60,8 @@ class Finding:
 
     def to_json(self) -> dict[str, str]:
         """Return it with the keys of ``--json``."""
-        return {**asdict(self), "verdict": self.verdict.value}
+        head = {"check": self.check, "verdict": self.verdict.value}
+        return {**head, "found": self.found, "why": self.why, "remedy": self.remedy}
 
 
 _ORDER = list(Verdict)
@@ -70,25 +72,11 @@ def worst_verdict(findings: Iterable[Finding]) -> Verdict:
     return min((f.verdict for f in findings), key=_ORDER.index, default=Verdict.OK)
 
 
-def ok(check: str, found: str, why: str = "") -> Finding:
-    """Return a finding with the verdict OK."""
-    return Finding(check, Verdict.OK, found, why)
-
-
-def warn(check: str, found: str, why: str, remedy: str) -> Finding:
-    """Return a finding with the verdict WARN: an avoidable loss."""
-    return Finding(check, Verdict.WARN, found, why, remedy)
-
-
-def fail(check: str, found: str, why: str, remedy: str) -> Finding:
-    """Return a finding with the verdict FAIL: a run fails."""
-    return Finding(check, Verdict.FAIL, found, why, remedy)
-
-
-def unknown(check: str, found: str, why: str = "", remedy: str = "") -> Finding:
-    """Return a finding with the verdict UNKNOWN: the check was not possible."""
-    return Finding(check, Verdict.UNKNOWN, found, why, remedy)
-
+ok, warn, fail, unknown = (
+    partial(Finding, verdict=verdict)
+    for verdict in (Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.UNKNOWN)
+)
+"""Return a finding with this verdict, of its check, what was found, why it matters, the remedy."""
 
 Row = tuple[object, Callable[[str, str, str, str], Finding], str, str]
 """Whether it applies; `warn`, `fail` or `unknown`; what was found; the remedy."""

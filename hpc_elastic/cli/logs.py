@@ -16,7 +16,7 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -177,7 +177,8 @@ class _Output:
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
         on_terminal = sys.stdout.isatty() and not as_json
-        self._is_plain = on_terminal and not takes_colours(os.environ)
+        is_colourless = os.environ.get("TERM", "").lower() in _COLOURLESS  # as rich decides it
+        self._is_plain = on_terminal and (is_colourless or bool(os.environ.get("NO_COLOR")))
         self.writer = Writer(on_terminal=on_terminal, now=time.time())
         self.num_lines = 0
 
@@ -189,11 +190,6 @@ class _Output:
                 rows = map(click.unstyle, rows)
             sys.stdout.writelines(f"{row}\n" for row in rows)
         sys.stdout.flush()
-
-
-def takes_colours(environ: Mapping[str, str]) -> bool:
-    """Whether output on a terminal has colours, by the rules of rich (pure)."""
-    return not environ.get("NO_COLOR") and environ.get("TERM", "").lower() not in _COLOURLESS
 
 
 def _print_output(run: RunDir, query: Query, out: _Output) -> int:

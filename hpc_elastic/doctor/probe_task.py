@@ -110,7 +110,7 @@ class NodeFacts:
         slurm: Errors of squeue and scontrol, by name; None if they answer.
         gpus_given: GPUs that Slurm gave the task; None if it names none.
         gpus_seen: GPUs that the driver shows, or their MIG slices; None without nvidia-smi.
-        gpus_there: GPUs that each node of the partition has, by Slurm.
+        gpus_there: GPUs that each node of the partition has, by Slurm; 0 if it does not answer.
         interface: The one that agents would use; empty if there is none.
         clears_shm: Whether the end of a session of the user clears /dev/shm.
     """
@@ -151,7 +151,9 @@ def collect_node_facts(
     for interface in interface_module.interfaces():
         if not interface.address.startswith(("127.", "::1", "fe80:", "169.254.")):
             addresses.setdefault(interface.name, []).append(interface.address)
-    gpus = granted_gpus(os.environ)
+    gpus, gpus_there = granted_gpus(os.environ), 0
+    with contextlib.suppress(SlurmCommandError):
+        gpus_there = gpus_of_each(client.node_kinds(slurm.partition))
     devices = count_devices()
     return NodeFacts(
         name=slurm.node_name,
@@ -167,16 +169,8 @@ def collect_node_facts(
         address=chosen.address,
         problem=problem,
         clears_shm=clears_shared_memory(),
-        gpus_there=gpus_of_partition(client, slurm.partition),
+        gpus_there=gpus_there,
     )
-
-
-def gpus_of_partition(client: SlurmClient, partition: str | None) -> int:
-    """Return the GPUs that each node of a partition has; 0 if Slurm does not answer."""
-    try:
-        return gpus_of_each(client.node_kinds(partition))
-    except SlurmCommandError:
-        return 0
 
 
 _LINGER = Path("/var/lib/systemd/linger")

@@ -135,7 +135,9 @@ class RunView:
     @property
     def has_no_task_left(self) -> bool:
         """Whether the scheduler lists no task of it that runs or may start."""
-        return self.is_submitted and self.tasks is not None and _all_ended(self.tasks.values())
+        if self.tasks is None or not self.is_submitted:
+            return False
+        return all(state.phase is Phase.ENDED for state in self.tasks.values())
 
     def describe(self) -> str:
         """Return what the run is doing: ``it waits: 2 tasks PENDING (Resources)``."""
@@ -349,10 +351,6 @@ def count_states(states: Iterable[TaskState]) -> str:
 def number(value: object) -> float | None:
     """Return a finite number of sensible size; None for anything else (pure)."""
     return float(value) if isinstance(value, int | float) and abs(value) < _TOO_LARGE else None
-
-
-def _all_ended(states: Iterable[TaskState]) -> bool:
-    return all(state.phase is Phase.ENDED for state in states)
 
 
 def _is_submitted(spec: RunSpec | None) -> bool:

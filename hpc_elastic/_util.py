@@ -19,7 +19,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, Protocol, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar, cast
+
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -188,14 +191,9 @@ def folder(name: Literal["conf", "examples", "sbatch_templates"]) -> Path:
     raise FileNotFoundError(f"hpc_elastic has no {name}/ in {package} or beside it: reinstall it")
 
 
-class HasFileno(Protocol):
-    """A socket or an open file."""
-
-    def fileno(self) -> int:
-        """Return its descriptor."""
-
-
-def readable(*files: int | HasFileno, timeout_s: float | None = None) -> list[int | HasFileno]:
+def readable(
+    *files: FileDescriptorLike, timeout_s: float | None = None
+) -> list[FileDescriptorLike]:
     """Wait for files; return those that can be read or are at their end.
 
     By poll(2), since select(2) refuses descriptors above 1024, and data loaders open more files.

@@ -12,7 +12,6 @@ With a neighbour on another node each task is the observer of a `folder_trial`.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import time
 from collections.abc import Mapping
@@ -220,8 +219,8 @@ def free_port() -> int:
 def publish_address(place: ProbeFolder, index: int, port: int, facts: Any) -> dict[str, Any]:
     """Publish the address of this task for the others; return what was published."""
     content = {
-        "host": facts.name, "address": facts.address, "interface": facts.interface,
-        "port": port, "addresses": facts.addresses, "store_port": free_port(), "pid": os.getpid(),
+        "host": facts.name, "address": facts.address, "port": port,
+        "addresses": facts.addresses, "store_port": free_port(),
     }  # fmt: skip
     place.write_json(place.peer_file(index), content)
     return content

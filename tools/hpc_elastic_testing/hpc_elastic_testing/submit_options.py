@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpc_elastic.config.parse import time_limit_s
 from hpc_elastic.slurm import nodelist
 from hpc_elastic_testing.config import FakeConfig, Refusal, unknown
 
@@ -349,7 +350,6 @@ def signal_name(text: str) -> str:
 
 
 DATE = "%Y-%m-%dT%H:%M:%S"
-_LIMIT = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
 _AHEAD = re.compile(r"now(?:\+(\d+)([a-z]*))?")
 _UNITS = {"": 1, "second": 1, "minute": 60, "hour": 3600, "day": 86400, "week": 604800}
 
@@ -362,18 +362,10 @@ def parse_limit(text: str) -> float | None:
     """
     if text.upper() in ("UNLIMITED", "INFINITE", "0", "-1"):
         return None
-    m = _LIMIT.fullmatch(text)
-    if m is None:
+    limit_s = time_limit_s(text)
+    if limit_s is None:
         raise Refusal("Invalid --time specification")
-    days, *rest = m.groups()
-    parts = [int(part) for part in rest if part is not None]
-    if days is not None:
-        hours, minutes, seconds = (*parts, 0, 0)[:3]
-    elif len(parts) == 3:
-        hours, minutes, seconds = parts
-    else:
-        hours, minutes, seconds = 0, parts[0], (*parts, 0)[1]
-    return float(((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds)
+    return limit_s
 
 
 def parse_begin(text: str, now: float) -> float:

@@ -505,7 +505,7 @@ def listed(known: Sequence[KnownRun], query: Query = take_snapshot) -> list[List
             Listed(
                 *head,
                 view.phase,
-                status.nodes if status is not None and view.phase == "training" else None,
+                status.nodes if status is not None and view.trains else None,
                 None if status is None else status.step,
                 None if status is None else status.total_steps,
                 label_of(run.path),

@@ -122,7 +122,7 @@ class RunDetails:
     @property
     def stragglers(self) -> Sequence[Mapping[str, Any]]:
         """The persistently slow ranks of the group that trains now."""
-        return self.view.stragglers if _trains(self.view) else ()
+        return self.view.stragglers if self.view.trains else ()
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``status --json`` prints; its help describes the keys."""
@@ -184,7 +184,7 @@ def read_details(view: RunView) -> RunDetails:
             signs.append(view.cancellation.time)
         ended_at = max(signs, default=view.submitted or 0.0)
         view = replace(view, ended=replace(view.ended, time=ended_at))
-    lives = _trains(view)
+    lives = view.trains
     names = current_names(view.spec) if view.spec is not None else []
     running, waiting = None, set[str]()
     if view.tasks is not None:
@@ -227,10 +227,6 @@ def _next_node(view: RunView, spec: RunSpec | None) -> ExpectedStart | None:
     if expected is None or spec.settings.backend == "slurm":
         return expected
     return replace(expected, at=None, why="a local node starts when one of this machine's is free")
-
-
-def _trains(view: RunView) -> bool:
-    return view.phase == "training" and view.ended is None
 
 
 def _last_known(points: Sequence[Point], *, lives: bool) -> Point | None:

@@ -25,7 +25,7 @@ from typing import Any
 from hpc_elastic._util import counted, quoted
 from hpc_elastic.errors import RunDirectoryError, WorkerGroupError
 from hpc_elastic.report.failure import one_line
-from hpc_elastic.report.progress_log import Point
+from hpc_elastic.report.progress_log import TRAINING, Point
 from hpc_elastic.run.directory import Cancellation, RunDir, RunSpec
 from hpc_elastic.shared_files import read_json, read_yaml
 from hpc_elastic.slurm.job_state import Phase, TaskState
@@ -100,6 +100,7 @@ class RunView:
         phase: See `phase_of`; or ``not submitted``.
         tasks: Its tasks as the scheduler lists them, by the names of their agents; None if unknown,
             or if it has a result.
+        submitted: When it was submitted, in Unix seconds; None if unknown.
         updated: When the leader wrote `status`, in Unix seconds; None if it has not.
         members: Task and number of workers of each member of that group, by group rank.
         restarts: Restarts that failures of workers have spent, and how many are allowed.
@@ -115,6 +116,7 @@ class RunView:
     tasks: Mapping[str, TaskState] | None
     why_unknown: str | None
     is_submitted: bool
+    submitted: float | None
     status: Point | None
     updated: float | None
     members: Sequence[tuple[str, int]]
@@ -128,9 +130,9 @@ class RunView:
     unreadable: OSError | None
 
     @property
-    def submitted(self) -> float | None:
-        """When the run was submitted, in Unix seconds; None if unknown."""
-        return _submitted(self.spec)
+    def trains(self) -> bool:
+        """Whether its group trains now."""
+        return self.phase == TRAINING and self.ended is None
 
     @property
     def has_no_task_left(self) -> bool:
@@ -255,7 +257,7 @@ class RunReading:
         elif phase in (LOST, CANCELLED):
             ended = _end_without_result(self.cancellation, tasks, last_sign)
         return RunView(
-            self.run, spec, now, phase, tasks, why_unknown, is_submitted,
+            self.run, spec, now, phase, tasks, why_unknown, is_submitted, submitted,
             Point.of(status, updated or 0.0) if status else None, updated, members,
             int(number(status.get("joined")) or 0),
             (int(number(spent) or 0), int(number(allowed) or 0)),

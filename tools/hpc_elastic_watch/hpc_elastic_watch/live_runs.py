@@ -453,23 +453,22 @@ def row_of(view: RunView) -> Row:
     ``members`` (tasks of the group) and ``directory``.
     """
     spec, status, ended = view.spec, view.status or Point(view.now, "unknown"), view.ended
-    trains = view.phase == TRAINING and ended is None
-    pace = status.steps_per_s if trains else None
+    pace = status.steps_per_s if view.trains else None
     left_s = None
     if pace and status.step is not None and status.total_steps is not None:
         left_s = max(0, status.total_steps - status.step) / pace
     problem = None if spec is not None or not view.notes else view.notes[0]
     row = {
         "directory": str(view.run.path), "phase": view.phase,
-        "nodes": status.nodes if trains else 0 if ended is None else None,
+        "nodes": status.nodes if view.trains else 0 if ended is None else None,
         "min_nodes": spec and spec.settings.nodes.min,
         "max_nodes": spec and spec.settings.nodes.max,
         "step": status.step, "total_steps": status.total_steps, "loss": _finite(status.loss),
-        "steps_per_s": pace, "samples_per_s": status.samples_per_s if trains else None,
+        "steps_per_s": pace, "samples_per_s": status.samples_per_s if view.trains else None,
         "remaining_s": left_s, "restarts": view.restarts[0],
         "submitted": view.submitted, "ended": None if ended is None else ended.time,
         "why": problem if ended is None else ended.why,
-        "members": [task for task, _ in view.members] if trains else [],
+        "members": [task for task, _ in view.members] if view.trains else [],
     }  # fmt: skip
     return row if spec is None else {**row, "id": spec.run_id}
 

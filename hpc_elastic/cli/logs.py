@@ -284,13 +284,10 @@ class Writer:
 
     def make_room(self, sources: Iterable[LogSource]) -> None:
         """Widen the columns for sources; they never become narrower."""
-        for source in sources:
-            self._widen(source)
-
-    def _widen(self, source: LogSource) -> None:
         widths = self._host_width, self._origin_width
-        self._host_width = max(self._host_width, len(_host(source)))
-        self._origin_width = max(self._origin_width, len(_origin(source)))
+        for source in sources:
+            self._host_width = max(self._host_width, len(_host(source)))
+            self._origin_width = max(self._origin_width, len(_origin(source)))
         if widths != (self._host_width, self._origin_width):
             self._labels.clear()
 
@@ -310,7 +307,7 @@ class Writer:
         source = line.source
         known = self._labels.get(id(source))
         if known is None or known[0] is not source:
-            self._widen(source)
+            self.make_room([source])
             known = self._labels[id(source)] = (source, self._label(source))
         text = cleaned(line.text, colours=self._on_terminal)
         clock = f"{self._clock}.{int(line.time * 10) % 10}"

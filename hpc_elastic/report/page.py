@@ -254,9 +254,6 @@ def spec(report: Mapping[str, Any]) -> dict[str, Any]:
 # ---- vl-convert: the script of Vega, Vega-Lite and their embedding for a page; and pictures
 
 
-REMEDY = "pip install 'hpc_elastic[report]'"
-
-
 class ReportLibraryError(HpcElasticError, ImportError):
     """A library that shows runs is not installed."""
 
@@ -266,7 +263,8 @@ def _library() -> ModuleType:
         import vl_convert
     except ImportError as e:
         raise ReportLibraryError(
-            f"a page or a picture needs vl-convert ({e}): {REMEDY}; --format json does not"
+            f"a page or a picture needs vl-convert ({e}): pip install 'hpc_elastic[report]'; "
+            "--format json does not"
         ) from e
     library: ModuleType = vl_convert
     return library

@@ -297,9 +297,14 @@ class FolderFacts:
         return Mount(self.fs, options=self.options)
 
 
+_NO_LIMIT = 1 << 63
+"""A number from which on it stands for no limit: CephFS has -1 free files, which is 2**64 - 1."""
+
+
 def collect_folder_facts(path: Path) -> FolderFacts:
     """Try file operations in a directory, with files that are removed again."""
     space, mount = os.statvfs(path), Mount.of(path)
+    is_limited = space.f_files and space.f_favail < _NO_LIMIT
     problems: dict[str, str] = {}
     offset = None
     try:
@@ -315,8 +320,8 @@ def collect_folder_facts(path: Path) -> FolderFacts:
     return FolderFacts(
         path=str(path.absolute()),
         fs=mount.kind,
-        free_bytes=space.f_bavail * space.f_frsize,
-        free_files=space.f_favail if space.f_files else None,
+        free_bytes=min(space.f_bavail * space.f_frsize, _NO_LIMIT - 1),
+        free_files=space.f_favail if is_limited else None,
         problems=problems,
         clock_offset_s=offset,
         options=mount.telling,

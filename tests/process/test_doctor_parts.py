@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,6 +49,15 @@ def test_this_host_is_looked_at(tmp_path):
     assert found.limits["nofile"][0] is None or found.limits["nofile"][0] > 0
     assert found.cpus >= 1 and found.memory_bytes > 0 and found.python == sys.executable
     assert restored(probe_task.HostFacts, asdict(found)) == found
+
+
+def test_a_file_system_without_limits_is_read_back(tmp_path, monkeypatch):
+    """CephFS reports 2**64 - 1 free files, and some file systems of FUSE as many blocks."""
+    space = SimpleNamespace(f_bavail=2**64 - 1, f_frsize=4096, f_files=9, f_favail=2**64 - 1)
+    monkeypatch.setattr(probe_task.os, "statvfs", lambda path: space)
+    found = probe_task.collect_folder_facts(tmp_path)
+    assert found.free_files is None and found.free_bytes > 2**62
+    assert restored(probe_task.FolderFacts, json.loads(json.dumps(asdict(found)))) == found
 
 
 def test_a_worker_writes_down_what_it_gets_and_when_it_lived_last(place):

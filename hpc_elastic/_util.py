@@ -286,3 +286,11 @@ def patiently(work: Callable[[], T], sleep: Callable[[float], None] = time.sleep
             _log.error("tried again in %g s: %s", pause_s, e)
             sleep(pause_s)
     return work()
+
+
+def hydra_release() -> tuple[int, int]:
+    """Return the release of Hydra, such as (1, 4), which decides first whether it is a multirun."""
+    from hydra import __version__
+
+    major, minor = __version__.split(".")[:2]
+    return int(major), int(minor)

@@ -18,18 +18,22 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
-from omegaconf import DictConfig, ListConfig, Node, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, Node, OmegaConf, open_dict, read_write
 
+from hpc_elastic._util import hydra_release
 from hpc_elastic.config.schema import TOP_LEVEL
 
 _REMEMBERED = 1000
 """Most configs that are kept from the sweeper's validation for the launcher."""
+_WORKERS_ONLY = "HPC_ELASTIC_WORKERS_ONLY"
+"""In ``hydra.job.env_set``: ends the program if Hydra runs a job itself."""
 _PLAIN = (OverrideType.CHANGE, OverrideType.ADD, OverrideType.FORCE_ADD)
 
 
@@ -100,6 +104,9 @@ class SweepComposer:
 
     def _in_full(self, overrides: Sequence[str]) -> DictConfig:
         config: DictConfig = self._loader.load_sweep_config(self._master, list(overrides))
+        environment = config.hydra.job.env_set
+        with read_write(environment), open_dict(environment), suppress(KeyError):
+            del environment[_WORKERS_ONLY]
         if self._hidden:
             name_overrides(config, self._parser.parse_overrides(list(overrides)), self._hidden)
         return config
@@ -181,17 +188,20 @@ def settings_in(config: DictConfig) -> frozenset[str]:
 def name_overrides(
     config: DictConfig, overrides: Sequence[Override], hidden: Collection[str]
 ) -> None:
-    """Set ``hydra.job.override_dirname`` as Hydra does, without the hidden keys."""
+    """Leave the hidden keys out of ``hydra.job.override_dirname``.
+
+    Hydra 1.4 makes it of the config when it is read, and 1.3 had made it before.
+    """
     hydra: Any = config._get_node("hydra")
     naming = hydra.job.config.override_dirname
-    dirname = get_overrides_dirname(
-        overrides=list(overrides),
-        kv_sep=naming.kv_sep,
-        item_sep=naming.item_sep,
-        exclude_keys=[*naming.exclude_keys, *hidden],
-    )
+    excluded = {*naming.exclude_keys, *hidden}
+    if hydra_release() >= (1, 4):
+        with read_write(naming):
+            naming.exclude_keys = sorted(excluded)
+        return
+    lines = sorted(str(o.input_line) for o in overrides if o.key_or_group not in excluded)
     with open_dict(hydra):
-        hydra.job.override_dirname = dirname
+        hydra.job.override_dirname = naming.item_sep.join(lines).replace("=", naming.kv_sep)
 
 
 def _replace(parent: DictConfig, name: str, lines: list[str]) -> None:

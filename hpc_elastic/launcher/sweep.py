@@ -37,7 +37,6 @@ from hydra.core.utils import JobReturn, JobRuntime, JobStatus
 from hydra.errors import CompactHydraException
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, ListConfig, OmegaConf, ValueNode, base, open_dict, read_write
-from omegaconf._utils import OmegaConfDumper  # its rule for texts that need quotes
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from hpc_elastic.config.frozen import (
@@ -421,7 +420,17 @@ class _Dumper(_FastDumper):  # type: ignore[misc]
         return True
 
 
-_Dumper.add_representer(str, OmegaConfDumper.str_representer)
+def _represent_text(dumper: Any, text: str) -> yaml.Node:
+    """Quote also what only OmegaConf reads as a number or a boolean: ``1e3``, ``y``."""
+    style = "'" if text in ("y", "Y", "n", "N") else None
+    with suppress(ValueError):
+        float(text)
+        style = "'"
+    node: yaml.Node = dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+    return node
+
+
+_Dumper.add_representer(str, _represent_text)
 
 
 def to_yaml(plain: Any) -> str:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
-from hydra.experimental.callback import Callback
+from hydra.core.hydra_config import HydraConfig
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
 
-from hpc_elastic._util import folder
+from hpc_elastic._util import folder, hydra_release
 from hpc_elastic.config.schema import BACKENDS, TOP_LEVEL, OptunaSettings
 
 if TYPE_CHECKING:
@@ -35,10 +35,15 @@ TARGET = f"{__name__}.ElasticLauncher"
 
 
 class ElasticLauncher(Launcher):
-    """Runs each job of a sweep as an elastic run, on Slurm or on this machine."""
+    """Runs each job of a sweep as an elastic run, on Slurm or on this machine.
 
-    def __init__(self) -> None:
+    ``launcher=slurm`` and ``launcher=local`` make Hydra use this class also where a defaults list
+    names another launcher, whose settings come as ``others``: `setup` refuses it.
+    """
+
+    def __init__(self, backend: str | None = None, **others: Any) -> None:
         super().__init__()
+        self._is_chosen = backend is not None
         self._sweep: Sweep | None = None
 
     def setup(
@@ -54,9 +59,13 @@ class ElasticLauncher(Launcher):
             without_traceback,
         )
 
+        if not self._is_chosen:
+            ours = f"hydra/launcher=hpc_elastic_{OmegaConf.select(config, 'launcher.backend')}"
+            remedy = "a defaults list of the config chooses another launcher: remove it there, or "
+            remedy += f"add {ours} on the command line"
+            choice = config.hydra.runtime.choices.get("hydra/launcher")
+            _exit_without_effect(config, "hydra/launcher", choice, remedy)
         share_composition(hydra_context, config)
-        callbacks = hydra_context.callbacks
-        callbacks.callbacks = [c for c in callbacks.callbacks if not isinstance(c, LauncherCheck)]
         self._sweep = Sweep(hydra_context, task_function, config)
         with without_traceback():
             require_sweep_dir(config)
@@ -93,7 +102,6 @@ class ElasticOptunaSweeper(Sweeper):
         super().__init__()
         self._raw = settings
         self._settings = OptunaSettings()
-        self._launcher = ElasticLauncher()
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -105,11 +113,12 @@ class ElasticOptunaSweeper(Sweeper):
 
         with without_traceback():
             self._settings = resolve_sweeper(self._raw)
-            chosen = OmegaConf.select(config, "hydra.launcher._target_")
-            if chosen != TARGET:
+            chosen: Any = OmegaConf.to_container(config.hydra.launcher)
+            if (target := chosen.pop("_target_")) != TARGET:
                 remedy = "hydra/sweeper=elastic_optuna needs launcher=slurm or launcher=local: "
                 remedy += "another launcher returns the results of a whole batch at once"
-                raise ConfigError("hydra/launcher", chosen, remedy)
+                raise ConfigError("hydra/launcher", target, remedy)
+        self._launcher = ElasticLauncher(**chosen)
         self._launcher.setup(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
@@ -131,38 +140,33 @@ class ElasticOptunaSweeper(Sweeper):
             run_study(sweep, self._settings, arguments)
 
 
-class LauncherCheck(Callback):
-    """Ends the program where ``launcher=slurm`` or ``launcher=local`` would have no effect.
+def refuse_own_process() -> str:
+    """End the program where Hydra itself runs a job (the resolver ``hpc_elastic_workers_only``).
 
-    The training would run in this process, perhaps on a login node, with exit code 0. `setup` takes
-    this callback away. Hydra makes a warning of an exception in a callback, so this one exits.
+    The training would run in this process, perhaps on a login node, with exit code 0. The groups
+    ``launcher=slurm`` and ``launcher=local`` name it in ``hydra.job.env_set``, which Hydra resolves
+    right before it calls the user's function; jobs of ours do not have it (`hydra_compose`). A
+    callback of Hydra's would be refused from 1.4 on where a script has a whitelist.
     """
-
-    def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Refuse a single job, which Hydra runs itself."""
-        remedy = "Hydra runs a single job in this process: leave it out"
-        self._refuse(config, "hydra.mode", "RUN", remedy)
-
-    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Refuse another launcher, which a defaults list of the user's names."""
-        if OmegaConf.select(config, "hydra.launcher._target_") != TARGET:
-            ours = f"hydra/launcher=hpc_elastic_{OmegaConf.select(config, 'launcher.backend')}"
-            remedy = "a defaults list of the config chooses another launcher: remove it there, or "
-            remedy += f"add {ours} on the command line"
-            choice = config.hydra.runtime.choices.get("hydra/launcher")
-            self._refuse(config, "hydra/launcher", choice, remedy)
-
-    def on_job_start(self, config: DictConfig, **_: Any) -> None:
-        """Refuse a sweeper that has not set up the launcher."""
+    config = HydraConfig.instance().cfg
+    if config is None or OmegaConf.is_missing(config.hydra.runtime, "output_dir"):
+        return ""  # no job yet: somebody reads or prints the config of the sweep
+    if str(config.hydra.mode).endswith("MULTIRUN"):
+        key = "hydra/sweeper"
+        value: object = config.hydra.runtime.choices.get(key)
         remedy = "this sweeper runs jobs in this process, without a launcher: use hydra/sweeper="
-        choice = config.hydra.runtime.choices.get("hydra/sweeper")
-        self._refuse(config, "hydra/sweeper", choice, f"{remedy}basic or elastic_optuna")
+        remedy += "basic or elastic_optuna"
+    else:
+        key, value, remedy = "hydra.mode", "RUN", "Hydra runs a single job in this process: "
+        remedy += "leave it out" if hydra_release() < (1, 4) else "add -m, which Hydra 1.4 needs"
+    return _exit_without_effect(config, key, value, remedy)
 
-    def _refuse(self, config: DictConfig, key: str, value: object, remedy: str) -> None:
-        from hpc_elastic.errors import ConfigError
 
-        backend = OmegaConf.select(config, "launcher.backend")
-        sys.exit(f"launcher={backend} has no effect: {ConfigError(key, value, remedy)}")
+def _exit_without_effect(config: DictConfig, key: str, value: object, remedy: str) -> NoReturn:
+    from hpc_elastic.errors import ConfigError
+
+    choice = config.hydra.runtime.choices.get("launcher")
+    sys.exit(f"launcher={choice} has no effect: {ConfigError(key, value, remedy)}")
 
 
 class HpcElasticSearchPath(SearchPathPlugin):
@@ -181,14 +185,20 @@ def register_defaults() -> None:
     ``launcher=slurm`` stands, even appended. A default in the ``launcher`` group itself would
     replace the value in the user's config.yaml.
     """
+    is_old = hydra_release() < (1, 4)
+    register: Any = OmegaConf.register_new_resolver if is_old else OmegaConf.register_resolver
+    register("hpc_elastic_workers_only", refuse_own_process, replace=True)
     store = ConfigStore.instance()
-    # with another hydra/launcher, keys of ours reach the check that refuses it (`LauncherCheck`)
-    keys = {"launcher": OmegaConf.create({}, flags={"struct": False})}
+    # with another hydra/launcher, keys of ours reach the check that refuses it (`setup`)
+    keys: dict[str, Any] = {"launcher": OmegaConf.create({}, flags={"struct": False})}
+    if is_old:  # later ones take it from the command line or the script's config
+        keys["hydra"] = {"mode": "MULTIRUN"}
     store.store(name="hpc_elastic_keys", node=keys, package="_global_")
     for backend, settings in BACKENDS.items():
         # not a struct: `hpc_elastic.config` refuses unknown keys with the nearest known key
         launcher = OmegaConf.create(asdict(settings()), flags={"struct": False})
-        node = {"hydra": {"launcher": {"_target_": TARGET}}, **TOP_LEVEL, "launcher": launcher}
+        ours = {"_target_": TARGET, "backend": backend}
+        node = {"hydra": {"launcher": ours}, **TOP_LEVEL, "launcher": launcher}
         name = f"hpc_elastic_{backend}"
         store.store(name=name, group="hydra/launcher", node=node, package="_global_")
     sweeper: dict[str, Any] = {

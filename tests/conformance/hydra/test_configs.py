@@ -23,7 +23,7 @@ CORPUS = Path(__file__).parent / "corpus"
 OURS = ["+launcher=local", "nodes=1", "nproc_per_node=1", "launcher.dry_run=true"]
 DIFFERENCES = (
     "config: launcher", "config: nodes", "config: nproc_per_node", "config: ft",
-    "hydra: launcher", "hydra: mode", "hydra: overrides", "hydra: callbacks.hpc_elastic",
+    "hydra: launcher", "hydra: mode", "hydra: overrides",
     "hydra: runtime.choices.launcher", "hydra: runtime.choices.hydra/launcher",
     "hydra: run.dir",  # of another second
 )  # fmt: skip

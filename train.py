@@ -1,7 +1,7 @@
 """Train a small network on scikit-learn's handwritten digits, with as many nodes as there are.
 
-    python train.py launcher=local nodes=1:2          two nodes, as processes on this machine
-    python train.py launcher=slurm nodes=1:4          one to four nodes of a Slurm cluster
+    python train.py -m launcher=local nodes=1:2          two nodes, as processes on this machine
+    python train.py -m launcher=slurm nodes=1:4          one to four nodes of a Slurm cluster
     python train.py -m launcher=slurm nodes=1:4 lr=0.1,0.001          a sweep
 
 Ordinary DistributedDataParallel code. When nodes come or go, every worker starts again in a group

@@ -1,7 +1,7 @@
 """Train like train.py, with replicas whose processes survive changes of the other nodes.
 
-    python examples/train_ft.py launcher=local nodes=2:3      replicas as processes on this machine
-    python examples/train_ft.py launcher=slurm nodes=2:4      two to four nodes of a Slurm cluster
+    python examples/train_ft.py -m launcher=local nodes=2:3   replicas as processes on this machine
+    python examples/train_ft.py -m launcher=slurm nodes=2:4   two to four nodes of a Slurm cluster
 
 Each node is a replica with the whole model. A node that dies costs the others the step in which it
 died, and no restart. A node that joins receives the newest state from the memory of the others.

@@ -1,7 +1,7 @@
 """Judge each new checkpoint of a run of train.py while it trains, on a node of its own.
 
-    python train.py launcher=slurm nodes=1:8 hydra.sweep.dir=runs/digits
-    python examples/beside/evaluate.py launcher=slurm run=runs/digits/0
+    python train.py -m launcher=slurm nodes=1:8 hydra.sweep.dir=runs/digits
+    python examples/beside/evaluate.py -m launcher=slurm run=runs/digits/0
 
 It is a run as any other: where its node is preempted, it goes on on another one. It ends with the
 training.

@@ -1,6 +1,6 @@
 """A small training that fails on demand; docs/explanation/what-a-failure-looks-like.md uses it.
 
-python train.py launcher=local nodes=2 fault=raise        rank 1 raises an error after step 30
+python train.py -m launcher=local nodes=2 fault=raise        rank 1 raises an error after step 30
 """
 
 import importlib

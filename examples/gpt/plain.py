@@ -1,7 +1,7 @@
 """Train the same small GPT in plain torch: FSDP2 over all nodes, bfloat16, and no manager.
 
-    python examples/gpt/plain.py launcher=local nodes=1:2
-    python examples/gpt/plain.py launcher=slurm nodes=1:16 compile=true
+    python examples/gpt/plain.py -m launcher=local nodes=1:2
+    python examples/gpt/plain.py -m launcher=slurm nodes=1:16 compile=true
 
 A node that dies costs the steps since the last checkpoint, and the group a restart. The parameters
 are sharded over all ranks, however many there are: the checkpoint is resharded when it is loaded.

@@ -1,7 +1,7 @@
 """Train a small GPT: sharded over the nodes of a replica (FSDP2), averaged over the replicas.
 
-    python examples/gpt/train.py launcher=local nodes=1:2       replicas of one node
-    python examples/gpt/train.py launcher=slurm nodes=4:16:2    replicas of two nodes each
+    python examples/gpt/train.py -m launcher=local nodes=1:2       replicas of one node
+    python examples/gpt/train.py -m launcher=slurm nodes=4:16:2    replicas of two nodes each
 
 A node that dies costs its replica and one step; the other replicas go on. Its partner waits, with
 warm workers, for the next node, and both receive the newest state from the memory of the others.

@@ -1,6 +1,6 @@
 """Train on scikit-learn's handwritten digits with Accelerate, with as many nodes as there are.
 
-    python accelerated.py launcher=local nodes=1:2      two nodes, as processes on this machine
+    python accelerated.py -m launcher=local nodes=1:2      two nodes, as processes on this machine
     python accelerated.py -m launcher=slurm nodes=1:4   one to four nodes of a Slurm cluster
 
 Model and optimizer are prepared by Accelerate; the data and the checkpoints are ours, as in the

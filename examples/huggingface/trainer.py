@@ -1,6 +1,6 @@
 """Train a tiny language model with Hugging Face's Trainer, with as many nodes as there are.
 
-    python trainer.py launcher=local nodes=1:2        two nodes, as processes on this machine
+    python trainer.py -m launcher=local nodes=1:2        two nodes, as processes on this machine
     python trainer.py -m launcher=slurm nodes=1:4     one to four nodes of a Slurm cluster
 
 The model is made from a config, the text is counting modulo 32: nothing is downloaded.

@@ -1,8 +1,8 @@
 """Train on scikit-learn's handwritten digits with Lightning, with as many nodes as there are.
 
-    python train.py launcher=local nodes=1:2          two nodes, as processes on this machine
+    python train.py -m launcher=local nodes=1:2          two nodes, as processes on this machine
     python train.py -m launcher=slurm nodes=1:4       one to four nodes of a Slurm cluster
-    python train.py launcher=local nodes=1:2 fsdp=true      with parameters sharded over the nodes
+    python train.py -m launcher=local nodes=1:2 fsdp=true   with parameters sharded over the nodes
 
 An ordinary LightningModule and Trainer. docs/howto/lightning.md lists the lines that change.
 """

@@ -1,6 +1,6 @@
 """Train on sharded files that are read forwards, with as many nodes as there are.
 
-    python train.py launcher=local nodes=1:2          two nodes, as processes on this machine
+    python train.py -m launcher=local nodes=1:2          two nodes, as processes on this machine
     python train.py -m launcher=slurm nodes=1:4       one to four nodes of a Slurm cluster
     python train.py format=parquet                    the same from Parquet files
 

@@ -110,7 +110,7 @@ def _run(script: str, arguments: Sequence[str], report: Path) -> tuple[int, list
     from hpc_elastic.launcher import detach
 
     # without a launcher Hydra refuses the override: no training starts in the foreground
-    argv = [sys.executable, script, *arguments, "launcher.wait=false"]
+    argv = [sys.executable, script, "--multirun", *arguments, "launcher.wait=false"]
     env = {**os.environ, detach.VARIABLE: str(report)}
     script_ = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno())
     try:
@@ -279,7 +279,7 @@ def dry_run(script: str, arguments: Sequence[str]) -> tuple[int, str, list[Path]
     """
     from hpc_elastic.launcher.submit import RENDERED
 
-    argv = [sys.executable, script, *arguments, "launcher.dry_run=true"]
+    argv = [sys.executable, script, "--multirun", *arguments, "launcher.dry_run=true"]
     done = subprocess.run(argv, stdout=subprocess.PIPE, text=True)
     lines = done.stdout.splitlines()
     scripts = [Path(line.removeprefix(RENDERED)) for line in lines if line.startswith(RENDERED)]

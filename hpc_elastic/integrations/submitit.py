@@ -1,6 +1,6 @@
 """A run's task as submitit's Checkpointable, for users of submitit.
 
-    python train.py launcher=slurm nodes=1:4 launcher.dry_run=true     # prepares, submits nothing
+    python train.py -m launcher=slurm nodes=1:4 launcher.dry_run=true   # prepares, submits nothing
 
     executor = submitit.SlurmExecutor("logs")
     executor.update_parameters(time=60, signal_delay_s=90)

@@ -137,7 +137,7 @@ def test_a_study_of_runs(script, tmp_path):
 )
 def test_a_wrong_setting_is_refused_before_the_study_begins(script, tmp_path, settings, message):
     """The error names the key, without a traceback."""
-    argv = [sys.executable, str(script), *settings, "hydra.sweep.dir=sweep"]
+    argv = [sys.executable, str(script), "-m", *settings, "hydra.sweep.dir=sweep"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and message in done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "sweep" / "optuna.journal").exists()

@@ -44,7 +44,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import numpy as np
 
@@ -194,6 +194,7 @@ class ElasticSampler:
         self._virtual_ranks: Any = None
         _hand_out_items()
         self._ledger = LedgerWriter(name, batch.group, is_replica=manager is not None)
+        finalize(self, self._ledger.close)  # at the exit of the process at the latest
         self._replicas = StepReplicas(manager) if manager is not None else None
         if manager is not None:
             self._unnamed = None

@@ -154,7 +154,8 @@ class PeriodDecision:
         self._agreed = dict[Period, tuple[int, int, float]]()
         """Outside a run: the step at which the ranks agreed last, that at which they do so again,
         and the time."""
-        self._polled = False
+        self._is_agreed = False
+        """Whether all ranks save at the present step."""
 
     def at(self, step: int, period: Period, now: float) -> bool:
         """Decide whether to save after this step; every rank decides the same."""
@@ -163,8 +164,8 @@ class PeriodDecision:
             yes = period.is_due(step) or self._is_due_outside(step, period, now)
         else:
             if is_new:
-                self._polled = self._page.poll_checkpoint(step)
-            yes = self._polled or period.is_due(step)
+                self._is_agreed = self._page.poll_checkpoint(step)
+            yes = self._is_agreed or period.is_due(step)
             waits = self._asked_at is not None and now - self._asked_at < _ASK_AGAIN_S
             if not yes and self._is_first and not waits and self._clock.is_due(period, now):
                 self._asked_at = now  # once, and again if nothing comes of it

@@ -292,8 +292,8 @@ class SharedPage:
     def changes_group_at(self, step: int) -> bool:
         """Return whether the group changes at a step at which `poll_checkpoint` returned true.
 
-        It stays so while the worker is at that step: no later request is confirmed before all
-        workers have passed it.
+        The same on all ranks: save to shared storage, and stay there. It stays so while the worker
+        is at that step: no later request is confirmed before all workers have passed it.
         """
         return self._numbers[_AGREED] == step and bool(self._numbers[_CONFIRMED] & 1)
 

@@ -13,11 +13,11 @@
 - `generators`    the random number generators of a process
 - `sharding`      which rank writes what
 - `equality`      what is stored once is the same on all ranks (pure); `samples` describes a rank's
-- `files`         safetensors files, written by `block_file` past the page cache
+- `files`         the file of a rank, which `shard_file` writes past the page cache, and reads
 - `owner`         whose a directory is
 - `forgotten`     what is trained and not in the state
 - `store`         the folders of a directory: commit, verification, removal
-- `prune`         which checkpoints go; `cleaner` removes them beside the training
+- `prune`         which checkpoints go
 - `manifest`      what a checkpoint holds (pure)
 - `restore`       the newest checkpoint that verifies, of this run or another; `resharding` reads it
                   under any mesh
@@ -26,7 +26,7 @@
                   on another node, `gathering` brings a save together again
 - `collectives`   the group of ranks, and tensors exchanged in it
 
-`store`, `prune`, `cleaner`, `owner`, `manifest` and `equality` need no torch.
+`store`, `prune`, `owner`, `manifest` and `equality` need no torch.
 """
 
 from __future__ import annotations

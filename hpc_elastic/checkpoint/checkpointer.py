@@ -32,7 +32,6 @@ from typing import Any, Literal, SupportsIndex
 import torch
 
 from hpc_elastic.checkpoint import forgotten
-from hpc_elastic.checkpoint.cleaner import Cleaner
 from hpc_elastic.checkpoint.collectives import RankGroup
 from hpc_elastic.checkpoint.generators import capture_generators
 from hpc_elastic.checkpoint.memory_tier import MemoryStore, MemoryTier
@@ -44,7 +43,7 @@ from hpc_elastic.checkpoint.save import Save, SaveContext
 from hpc_elastic.checkpoint.sharding import Planner
 from hpc_elastic.checkpoint.snapshot import Snapshots, is_out_of_memory
 from hpc_elastic.checkpoint.state import Flat, RankStates, flatten, rank_states
-from hpc_elastic.checkpoint.store import Store, remember_directory
+from hpc_elastic.checkpoint.store import Cleaner, Store, remember_directory
 from hpc_elastic.errors import (
     CheckpointError,
     CheckpointFencedError,

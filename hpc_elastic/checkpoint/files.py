@@ -20,7 +20,6 @@ from typing import Any
 
 import xxhash
 
-from hpc_elastic.checkpoint.block_file import BLOCK_BYTES, PAGE_BYTES, BlockFile
 from hpc_elastic.checkpoint.equality import Described
 from hpc_elastic.checkpoint.manifest import (
     MANIFEST_BYTES,
@@ -31,6 +30,7 @@ from hpc_elastic.checkpoint.manifest import (
     checksum_of,
     own_name,
 )
+from hpc_elastic.checkpoint.shard_file import BLOCK_BYTES, PAGE_BYTES, BlockFile
 from hpc_elastic.checkpoint.sharding import ShardPiece, dtype_of
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
 from hpc_elastic.shared_files import owner_writes, read_text

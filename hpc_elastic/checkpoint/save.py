@@ -34,7 +34,6 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hpc_elastic.checkpoint.cleaner import Cleaner
 from hpc_elastic.checkpoint.collectives import RankGroup
 from hpc_elastic.checkpoint.equality import name_ranks
 from hpc_elastic.checkpoint.files import HostSnapshot, write_part, write_text
@@ -42,7 +41,7 @@ from hpc_elastic.checkpoint.manifest import MANIFEST, MANIFEST_BYTES, RankPart, 
 from hpc_elastic.checkpoint.memory_tier import MemoryStore
 from hpc_elastic.checkpoint.owner import Owner
 from hpc_elastic.checkpoint.prune import Retention
-from hpc_elastic.checkpoint.store import Store
+from hpc_elastic.checkpoint.store import Cleaner, Store
 from hpc_elastic.errors import CheckpointError, CheckpointMismatchError
 from hpc_elastic.run import fencing
 from hpc_elastic.shared_files import is_there, make_folder, names_in, parse_json, read_text

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from hpc_elastic.checkpoint.block_file import address_of
 from hpc_elastic.checkpoint.files import FileLayout, HostSnapshot, lay_out
+from hpc_elastic.checkpoint.shard_file import address_of
 from hpc_elastic.checkpoint.sharding import ShardPiece
 from hpc_elastic.checkpoint.state import Flat
 

@@ -15,9 +15,11 @@ import logging
 import os
 import re
 import shutil
+import threading
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +42,8 @@ from hpc_elastic.shared_files import make_folder, names_in, open_file, read_text
 _COMMIT_ATTEMPTS = 3
 LEFTOVER_AGE_S = 3600.0
 """A staging folder of a group that may still run is removed after this long."""
+_GETS_ON_S = 5.0
+"""A program's end waits no longer for removals if none ends in this time."""
 
 _log = logging.getLogger(__name__)
 
@@ -179,8 +183,8 @@ class Store:
     def empty_trash(self) -> Iterator[None]:
         """Delete what was set aside, one file at each turn.
 
-        A file that a dead node holds open takes minutes (an NFS 4 delegation), and so does then
-        every look into its folder.
+        A file that a dead node holds open takes minutes (`Cleaner`), and so does then every look
+        into its folder.
         """
         for folder in (self.directory / name for name in names_in(self.directory)):
             if folder.name.startswith(TRASH) and not folder.is_symlink():  # no save makes one
@@ -217,6 +221,58 @@ class Store:
         else:
             with contextlib.suppress(OSError):  # another save has committed the step meanwhile
                 second.rename(folder)
+
+
+class Cleaner:
+    """Removes in a daemon thread, one thing after another: no save waits for it.
+
+    A server of NFS 4 holds a removal up for minutes where it has to recall a delegation of the file
+    from a node that is dead.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._num_removed = 0
+
+    def start_removal(self, set_aside: Callable[[], object]) -> None:
+        """Begin to set things aside and to delete all that was, after what was begun before."""
+        with self._lock:
+            self._waiting.append(set_aside)
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="checkpoint-cleaner", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as e:
+                    _log.warning("%s: old checkpoints stay for now", e)
+                    return
+                self._thread = thread
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until all is done, for as long as removals get on, or ``timeout_s`` at most."""
+        thread, before = self._thread, -1
+        if thread is not None and timeout_s is not None:
+            thread.join(timeout_s)
+            return
+        while thread is not None and thread.is_alive() and before < self._num_removed:
+            before = self._num_removed
+            thread.join(_GETS_ON_S)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._thread = None
+                    return
+                set_aside = self._waiting.popleft()
+            try:
+                set_aside()
+                for _ in self._store.empty_trash():
+                    self._num_removed += 1
+            except OSError as e:
+                _log.warning("old checkpoints stay in %s for now: %s", self._store.directory, e)
 
 
 def is_old(folder: Path) -> bool:

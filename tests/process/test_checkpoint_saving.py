@@ -18,10 +18,10 @@ from group import eventually
 from savers import Counter, checkpointer, names_in, restored, save_at
 from scarcity import no_thread
 
-from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions, block_file, files
+from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions, files, shard_file
 from hpc_elastic.checkpoint import save as save_module
-from hpc_elastic.checkpoint.block_file import BlockFile
 from hpc_elastic.checkpoint.generators import capture_generators
+from hpc_elastic.checkpoint.shard_file import BlockFile
 from hpc_elastic.checkpoint.store import Store
 from hpc_elastic.errors import CheckpointError, CheckpointFencedError, ConfigError
 from hpc_elastic.worker import reporting, shared_page
@@ -38,7 +38,7 @@ class Disk:
         self.reached = threading.Event()
         self.goes_on = threading.Event()
         write_block = BlockFile.write
-        for module in (block_file, files):
+        for module in (shard_file, files):
             monkeypatch.setattr(module, "BLOCK_BYTES", 1 << 20)
 
         def write(file: BlockFile, block: memoryview) -> None:
@@ -422,7 +422,7 @@ import sys
 import threading
 from pathlib import Path
 from savers import Counter, checkpointer, save_at
-from hpc_elastic.checkpoint.block_file import BlockFile
+from hpc_elastic.checkpoint.shard_file import BlockFile
 from hpc_elastic.worker import reporting
 
 write, goes_on = BlockFile.write, threading.Event()
@@ -454,9 +454,9 @@ import threading
 from pathlib import Path
 from group import eventually
 from savers import Counter, checkpointer, save_at
-from hpc_elastic.checkpoint import cleaner, store
+from hpc_elastic.checkpoint import store
 
-cleaner._GETS_ON_S = 0.2
+store._GETS_ON_S = 0.2
 held_up = []
 unlink, names_in = os.unlink, store.names_in
 

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from hpc_elastic.checkpoint.block_file import BLOCK_BYTES, PAGE_BYTES, BlockFile
+from hpc_elastic.checkpoint.shard_file import BLOCK_BYTES, PAGE_BYTES, BlockFile
 
 MIB = 1 << 20
 SIZES = {

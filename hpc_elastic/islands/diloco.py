@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -44,7 +43,6 @@ from hpc_elastic.islands.folder import (
     Tensors,
     are_finite,
     packed,
-    total,
     unpacked,
 )
 from hpc_elastic.islands.outer_round import (
@@ -172,13 +170,8 @@ class IslandDiLoCo:
         self._hook = self._inner_optimizer.register_step_post_hook(self._step_post_hook)
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        is_clean = exc_type is None and self._error is None
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        is_clean = kind is None and self._error is None
         if is_clean:
             self._publish_rest(_EXIT_S)
         self._stop(_EXIT_S if is_clean else self._poll_s)
@@ -215,10 +208,10 @@ class IslandDiLoCo:
         self._stop(timeout_s)
         self._raise_error()
         if not counted or (self._thread is not None and self._thread.is_alive()):
-            missing = "; ".join(f.missing for f in self._fragments if f.missing)
+            missing = self._missing() or "the file system does not answer"
             raise IslandTimeoutError(
-                f"after {timeout_s:.0f} s: {missing or 'the file system does not answer'}. If a "
-                "round lacks a quorum, start more islands, or lower RoundPolicy.quorum"
+                f"after {timeout_s:.0f} s: {missing}. If a round lacks a quorum, start more "
+                "islands, or lower RoundPolicy.quorum"
             )
         for fragment in self._fragments:
             fragment.load_newest()
@@ -245,8 +238,7 @@ class IslandDiLoCo:
             fragment.synchronize(is_due=True, is_last=True)
         self._wakes.set()
         if self._thread is not None and not self._wait_until(self._is_published, timeout_s):
-            missing = "; ".join(f.missing for f in self._fragments if f.missing)
-            _log.warning("not published within %.0f s: %s", timeout_s, missing)
+            _log.warning("not published within %.0f s: %s", timeout_s, self._missing())
 
     def _stop(self, timeout_s: float) -> None:
         self._stops = True
@@ -262,7 +254,10 @@ class IslandDiLoCo:
     def _is_counted(self) -> bool:
         for fragment in self._fragments:
             fragment.drop_shift()
-        return all(not f.missing for f in self._fragments)
+        return not self._missing()
+
+    def _missing(self) -> str:
+        return "; ".join(f.missing for f in self._fragments if f.missing)
 
     def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         ends = time.monotonic() + timeout_s
@@ -496,8 +491,7 @@ class _IslandFragment:
         open_ = list(self._published.values())
         if self._unpublished is not None:
             open_.append(self._unpublished[2])
-        own = total(open_, parameters)
-        anchor = {name: tensor - own[name] for name, tensor in parameters.items()}
+        anchor = {n: tensor - sum(part[n] for part in open_) for n, tensor in parameters.items()}
         with self._lock:
             if self._snapshot is None:  # else it belongs to the anchor before
                 self._shift = {name: anchor[name] - self._anchor[name] for name in anchor}

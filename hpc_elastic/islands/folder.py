@@ -1,20 +1,28 @@
 """The folder of one fragment that islands share, on a file system: implements `RoundFiles`.
 
 Every call may block as long as the file system does; `diloco` calls them in a thread of its own.
+
+A file of tensors is complete and undamaged, or refused. The format is safetensors', which any
+reader knows. The entry ``__metadata__`` holds a checksum for each tensor, and one over all of that,
+so that a reader may take a part of a file and verify it.
+
+Reference: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
 import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import optim
 
 from hpc_elastic.block_int8 import dequantize, quantize
@@ -27,14 +35,21 @@ from hpc_elastic.islands.outer_round import (
     round_name,
     staged_name,
 )
-from hpc_elastic.islands.tensor_file import TensorFile, write_tensors
-from hpc_elastic.shared_files import NO_HARD_LINKS, names_in, read_listed, remove_behind
+from hpc_elastic.shared_files import NO_HARD_LINKS, names_in, read_listed, refresh, remove_behind
 
 _log = logging.getLogger(__name__)
 
 Tensors = dict[str, torch.Tensor]
 OuterOptimizer = Callable[[list[torch.Tensor]], optim.Optimizer]
 _PARAMETER, _OUTER, _SCALES = "parameters/", "outer/", "scales/"
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MAX_HEADER_BYTES = 100 << 20
+"""As in the safetensors library."""
+_BLOCK_BYTES = 16 << 20
 
 
 class IslandFolder:
@@ -79,7 +94,7 @@ class IslandFolder:
     def read_head(self, island: str, number: int) -> ContributionHead | None:
         """See `RoundFiles`."""
         try:
-            with TensorFile(self.path / contribution_name(island, number)) as file:
+            with closing(TensorFile(self.path / contribution_name(island, number))) as file:
                 return ContributionHead(**file.values)
         except (FileNotFoundError, DamagedFileError, TypeError):
             return None
@@ -113,7 +128,7 @@ class IslandFolder:
                 gradient.add_(movement[key], alpha=factor)
         if unreadable:
             return unreadable
-        with TensorFile(self.path / last.state) as file:
+        with closing(TensorFile(self.path / last.state)) as file:
             parameters = self._parameters_of(file)
             outer = self._outer_of(file)
         if factors:
@@ -134,7 +149,7 @@ class IslandFolder:
         Raises FileNotFoundError if their file is missing, DamagedFileError if it is damaged, and
         ConfigError if they are those of another model.
         """
-        with TensorFile(self.path / last.state) as file:
+        with closing(TensorFile(self.path / last.state)) as file:
             return self._parameters_of(file)
 
     def empty(self, names: Collection[str]) -> None:
@@ -142,7 +157,7 @@ class IslandFolder:
 
         def truncate() -> None:
             for name in names:
-                with contextlib.suppress(OSError), TensorFile(self.path / name) as file:
+                with suppress(OSError), closing(TensorFile(self.path / name)) as file:
                     os.truncate(self.path / name, file.header_bytes)
 
         threading.Thread(target=truncate, name="emptying of contributions", daemon=True).start()
@@ -202,7 +217,7 @@ class IslandFolder:
     def _read_movement(self, path: Path) -> Tensors | None:
         """Return the tensors of a contribution; None if they are not to be counted."""
         try:
-            with TensorFile(path) as file:
+            with closing(TensorFile(path)) as file:
                 movement = unpacked({name: file.read(name) for name in file.names}, self._shapes)
         except (FileNotFoundError, DamagedFileError):
             return None
@@ -240,10 +255,116 @@ def unpacked(tensors: Tensors, shapes: Mapping[str, torch.Size]) -> Tensors | No
     return movement
 
 
-def total(parts: Sequence[Tensors], like: Tensors) -> Tensors:
-    """Return the sums of tensors of the same names; zeros if there are no parts."""
-    sums = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
-    for part in parts:
-        for name, tensor in part.items():
-            sums[name].add_(tensor)
-    return sums
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], values: Any) -> None:
+    """Write a new file, and have the file system store it.
+
+    If this fails, the file does not exist. ``values`` are any JSON, which the checksum covers.
+    Raises ConfigError if a tensor has a type that the format lacks, and OSError if the file exists
+    or cannot be written.
+    """
+    entries: dict[str, dict[str, Any]] = {}
+    views: list[memoryview] = []
+    begin = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise ConfigError(f"tensor {name}", tensor.dtype, f"convert it to one of {[*_NAMES]}")
+        raw: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        view = memoryview(raw)
+        views.append(view)
+        entries[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, begin + len(view)],
+            "xxh3_64": xxhash.xxh3_64_hexdigest(view),
+        }
+        begin += len(view)
+    text = json.dumps({"values": values, "tensors": entries})
+    plain = {n: {k: v for k, v in e.items() if k != "xxh3_64"} for n, e in entries.items()}
+    metadata = {"hpc_elastic": text, "xxh3_64": xxhash.xxh3_64_hexdigest(text.encode())}
+    header = json.dumps({"__metadata__": metadata, **plain}).encode()
+    header = header.ljust(-(-len(header) // 8) * 8)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        for view in (memoryview(len(header).to_bytes(8, "little") + header), *views):
+            rest = view
+            while rest:
+                rest = rest[os.write(fd, rest[:_BLOCK_BYTES]) :]
+        os.fsync(fd)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
+
+
+class TensorFile:
+    """A file of `write_tensors` with its JSON ``values``, open for reading."""
+
+    values: Any
+
+    def __init__(self, path: Path) -> None:
+        """Open the file, verify its header; OSError if unreadable, DamagedFileError if damaged."""
+        refresh(path)
+        self._path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = int.from_bytes(self._read(8, 0), "little")
+            if size > _MAX_HEADER_BYTES:
+                raise ValueError(f"a header of {size} bytes")
+            metadata = json.loads(self._read(size, 8))["__metadata__"]
+            text = metadata["hpc_elastic"]
+            if xxhash.xxh3_64_hexdigest(text.encode()) != metadata["xxh3_64"]:
+                raise ValueError("another checksum")
+            content = json.loads(text)
+            self.values, self._entries = content["values"], content["tensors"]
+            self._begin = 8 + size
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            self.close()
+            if isinstance(e, DamagedFileError):
+                raise
+            raise DamagedFileError(f"the header of {path} is damaged: {e!r}") from e
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def header_bytes(self) -> int:
+        """Size of what stands before the data of the tensors."""
+        return self._begin
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors, in the order in which they were written."""
+        return list(self._entries)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor in host memory; OSError if unreadable, DamagedFileError if damaged."""
+        entry = self._entries.get(name)
+        if entry is None:
+            raise DamagedFileError(f"{self._path} has no tensor {name}")
+        begin, end = entry["data_offsets"]
+        data = self._read(end - begin, self._begin + begin)
+        if xxhash.xxh3_64_hexdigest(data) != entry["xxh3_64"]:
+            raise DamagedFileError(f"tensor {name} of {self._path} is damaged")
+        dtype = _DTYPES[entry["dtype"]]
+        if not data:
+            return torch.empty(entry["shape"], dtype=dtype)
+        return torch.frombuffer(data, dtype=dtype).reshape(entry["shape"])
+
+    def close(self) -> None:
+        """Close the file; a second time does nothing."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _read(self, num_bytes: int, offset: int) -> bytearray:
+        if offset + num_bytes > os.fstat(self._fd).st_size:
+            raise DamagedFileError(f"{self._path} ends before byte {offset + num_bytes}")
+        data = bytearray(num_bytes)
+        view, done = memoryview(data), 0
+        while done < num_bytes:
+            got = os.preadv(self._fd, [view[done : done + _BLOCK_BYTES]], offset + done)
+            if not got:
+                raise DamagedFileError(f"{self._path} ends before byte {offset + num_bytes}")
+            done += got
+        return data

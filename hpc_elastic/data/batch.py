@@ -28,13 +28,13 @@ import contextlib
 import functools
 import itertools
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hpc_elastic._util import counted
 from hpc_elastic.errors import ConfigError
+from hpc_elastic.worker import process_group
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,8 @@ class BatchDivision:
         """Return rank and world size; to be called once torch.distributed is initialised."""
         if self.rank is not None and self.world_size is not None:
             return self.rank, self.world_size
-        distributed: Any = sys.modules.get("torch.distributed")  # without importing torch
-        if distributed and distributed.is_available() and distributed.is_initialized():
-            return distributed.get_rank(), distributed.get_world_size()
+        if (size := process_group.size()) is not None:
+            return process_group.rank(), size
         return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
     def ranks_of(self, worker: int) -> range:

@@ -37,10 +37,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import logging
 import operator
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -53,9 +54,8 @@ from hpc_elastic.data.batch import BatchDivision, GlobalBatch, MicroBatch
 from hpc_elastic.data.epoch_plan import End, EpochPlan, SamplePosition, hashed
 from hpc_elastic.data.ledger import LedgerWriter, most_workers
 from hpc_elastic.data.random_state import SeededIndices, seeded_torch_generator
-from hpc_elastic.data.rank_facts import require_equal_facts
 from hpc_elastic.errors import ConfigError, InexactError
-from hpc_elastic.worker import optimizer_steps, reporting
+from hpc_elastic.worker import optimizer_steps, process_group, reporting
 
 if TYPE_CHECKING:
     from hpc_elastic.data.plain_loop import PlainLoop, TrainedModels
@@ -95,6 +95,8 @@ _driven = WeakSet[Any]()
 """The samplers whose `ElasticSampler.epochs` this process trains."""
 _num_unnamed: WeakKeyDictionary[ReplicaManager, int] = WeakKeyDictionary()
 """The unnamed samplers of each manager so far; the script fixes their order in every process."""
+_num_compared = Counter[str]()
+"""Comparisons with other ranks so far, by key: the n-th of one rank is the n-th of the others."""
 
 
 class ElasticSampler:
@@ -448,9 +450,31 @@ class ElasticSampler:
             raise InexactError("state", "without the sampler", remedy)
 
     def _require_equal_facts(self) -> None:
-        """Compare seed, length and order with the other ranks, once there is a process group."""
-        if not self._are_facts_compared and self._plan.batch.rank is None:
-            self._are_facts_compared = require_equal_facts(self._ledger.name, self._plan)
+        """Compare what fixes order, batches and weights with the other ranks; else ConfigError.
+
+        A seed of each rank's own (``seed=cfg.seed + rank``) gives each rank an order of its own, in
+        which samples are trained twice or never. The first rank that comes leaves its facts in the
+        store of the process group, and the others compare theirs. It takes no collective and waits
+        for no other rank, so a rank may have samplers that the others lack. One without a name, as
+        for an evaluation, is only compared with those that differ in nothing but the seed.
+        """
+        plan = self._plan
+        if self._are_facts_compared or plan.batch.rank is not None or process_group.size() is None:
+            return
+        # private to torch
+        store = sys.modules["torch.distributed"].distributed_c10d._get_default_store()
+        batch_size = plan.batch.global_batch_size
+        facts = {**plan.facts(), "global_batch_size": batch_size, "end": plan.end}
+        kind = self._ledger.name or json.dumps({**facts, "seed": None})
+        key = f"hpc_elastic/data/{kind}/{_num_compared[kind]}"
+        _num_compared[kind] += 1
+        mine = json.dumps({"rank": process_group.rank(), **facts})
+        theirs = json.loads(store.compare_set(key, "", mine))
+        for fact, value in facts.items():
+            if theirs[fact] != value:
+                remedy = f"rank {theirs['rank']} has {theirs[fact]!r}: give the same on all ranks"
+                raise InexactError("dataset" if fact == "dataset_len" else fact, value, remedy)
+        self._are_facts_compared = True
 
     def _plain_loop(self, loader: Any) -> Iterator[Any]:
         """Yield the items of a loop over the DataLoader itself; each is one step.

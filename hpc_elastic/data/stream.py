@@ -34,7 +34,6 @@ import json
 import logging
 import math
 import os
-import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -481,29 +480,15 @@ def count_samples(
     Returns:
         The samples of each shard, the same on every rank.
     """
-    torch: Any = sys.modules.get("torch")
-    distributed: Any = sys.modules.get("torch.distributed")
-    if not (distributed and distributed.is_available() and distributed.is_initialized()):
-        distributed = None
-    rank, world_size = 0, 1
-    if distributed:
-        rank, world_size = distributed.get_rank(), distributed.get_world_size()
-
-    def sum_over_ranks(numbers: list[int]) -> list[int]:
-        if not distributed:
-            return numbers
-        tensor = torch.tensor(numbers, dtype=torch.int64, device=process_group.device())
-        distributed.all_reduce(tensor)
-        total: list[int] = tensor.tolist()
-        return total
-
+    size = process_group.size()
+    rank, world_size = (0, 1) if size is None else (process_group.rank(), size)
     path, digest = Path(file) if file is not None else None, _digest(shards)
     known = read_json(path) if path and rank == 0 else None
     if known and known.get("shards") == digest and len(known["lengths"]) == len(shards):
         lengths = [int(length) for length in known["lengths"]]
     else:
         lengths = [-1 if rank == 0 else 0] * len(shards)
-    lengths = sum_over_ranks(lengths)
+    lengths = process_group.sum_rows(lengths)
     if -1 not in lengths:
         return lengths
     lengths = [0] * len(shards)
@@ -516,7 +501,7 @@ def count_samples(
                 text = "shard %.200r: %d samples so far; give lengths= if known"
                 _log.info(text, shards[i], count)
         lengths[i] = count
-    lengths = sum_over_ranks(lengths)
+    lengths = process_group.sum_rows(lengths)
     if path and rank == 0:
         write_atomic(path, json.dumps({"shards": digest, "lengths": lengths}))
     return lengths

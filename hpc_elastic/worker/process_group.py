@@ -18,6 +18,22 @@ def size() -> int | None:
     return int(dist.get_world_size())
 
 
+def rank() -> int:
+    """Return this process's rank in it; there is one."""
+    return int(sys.modules["torch.distributed"].get_rank())
+
+
+def sum_rows(row: Sequence[int]) -> list[int]:
+    """Return the sum of the rows of all ranks (collective); the row itself if there is no group."""
+    if size() is None:
+        return list(row)
+    import torch
+
+    numbers = torch.tensor(row, dtype=torch.int64, device=device())
+    torch.distributed.all_reduce(numbers)
+    return [int(number) for number in numbers.tolist()]
+
+
 def broadcast_row(row: Sequence[int]) -> list[int]:
     """Return rank 0's row, which has the same length on every rank (collective)."""
     import torch

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import logging
 import operator
 import os
@@ -385,7 +384,7 @@ class Checkpointer:
                 found["refusal"] = [refusal.key, str(refusal.value), refusal.remedy]
                 found["is_inexact"] = isinstance(refusal, InexactError)
                 found["at_once"] = at_once
-        found = json.loads(self._group.broadcast_bytes(0, json.dumps(found).encode()))
+        found = self._group.broadcast_json(found)
         self._newest = int(found["newest"]) if boundary else -1
         """No save may have an earlier step."""
         self._is_newest_own = self._newest <= _restored.get(store.directory, -1)

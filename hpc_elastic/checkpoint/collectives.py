@@ -6,10 +6,12 @@ call; a save needs none. Everything is sent as tensors: torch's object collectiv
 
 from __future__ import annotations
 
+import json
 import os
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,35 +55,26 @@ class RankGroup:
                 "the Checkpointer after torch.distributed.init_process_group()"
             )
         run = owner.Owner.current().run if group.rank == 0 else ""
-        run = group.broadcast_bytes(0, run.encode()).decode()
-        number = group.broadcast_int(int(uuid.uuid4().hex[:15], 16))
+        run, nonce = group.broadcast_json([run, uuid.uuid4().hex[:15]])
         token = fencing.fencing_token()
-        token = f"p{number:x}" if token is None else f"{token}u{owner.tag(run)}"
+        token = f"p{nonce}" if token is None else f"{token}u{owner.tag(run)}"
         return cls(group.rank, group.world_size, token, run)
 
     def broadcast_int(self, value: int) -> int:
         """Return rank 0's value."""
-        return self.broadcast_row([value])[0]
+        return value if self.world_size == 1 else process_group.broadcast_row([value])[0]
 
-    def broadcast_row(self, row: Sequence[int]) -> list[int]:
-        """Return rank 0's row, which has the same length on every rank."""
+    def broadcast_json(self, value: Any, source: int = 0) -> Any:
+        """Return the value of one rank, which is plain JSON."""
         if self.world_size == 1:
-            return list(row)
-        return process_group.broadcast_row(row)
-
-    def broadcast_bytes(self, source: int, data: bytes = b"") -> bytes:
-        """Return the bytes of one rank."""
-        if self.world_size == 1:
-            return data
-        length = torch.tensor([len(data)], dtype=torch.int64, device=process_group.device())
+            return value
+        block = _bytes_of(value if self.rank == source else None)
+        length = torch.tensor([len(block)], dtype=torch.int64, device=block.device)
         dist.broadcast(length, src=source)
-        block = torch.empty(int(length.item()), dtype=torch.uint8, device=process_group.device())
-        if not len(block):
-            return b""
-        if self.rank == source:
-            block.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        if self.rank != source:
+            block = block.new_empty(int(length.item()))
         dist.broadcast(block, src=source)
-        return block.cpu().numpy().tobytes()
+        return _value_of(block)
 
     def all_agree(self, yes: bool) -> bool:
         """Return whether all ranks vote yes."""
@@ -96,15 +89,22 @@ class RankGroup:
         dist.all_gather(rows, mine)
         return [row.tolist() for row in rows]
 
-    def gather_rows(self, rows: Sequence[Sequence[int]], width: int) -> list[list[int]]:
-        """Return the rows of all ranks in one list; each rank has any number of this width."""
-        counts = [count for (count,) in self.gather([len(rows)])]
-        flat = [number for row in rows for number in row]
-        flat += [0] * (max(counts) * width - len(flat))
-        if not flat:
-            return []
-        return [
-            list(numbers[i * width : (i + 1) * width])
-            for numbers, count in zip(self.gather(flat), counts, strict=True)
-            for i in range(count)
-        ]
+    def gather_json(self, value: Any) -> list[Any]:
+        """Return the value of every rank, by rank; they are plain JSON."""
+        if self.world_size == 1:
+            return [value]
+        mine = _bytes_of(value)
+        counts = [count for (count,) in self.gather([len(mine)])]
+        padded = torch.nn.functional.pad(mine, (0, max(counts) - len(mine)))
+        blocks = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(blocks, padded)
+        return [_value_of(block[:n]) for block, n in zip(blocks, counts, strict=True)]
+
+
+def _bytes_of(value: Any) -> torch.Tensor:
+    data = bytearray(json.dumps(value).encode())
+    return torch.frombuffer(data, dtype=torch.uint8).to(process_group.device())
+
+
+def _value_of(block: torch.Tensor) -> Any:
+    return json.loads(block.cpu().numpy().tobytes())

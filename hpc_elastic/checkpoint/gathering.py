@@ -10,7 +10,6 @@ nothing: an error of one rank is kept until the vote at the end, and that rank t
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -118,8 +117,7 @@ class CopyGathering:
         parts: dict[int, RankPart] = {}
         for sender in sorted(set(senders)):
             mine = [part for part, by in enumerate(senders) if by == sender and part in good]
-            text = json.dumps([good[part].to_json() for part in mine])
-            sent = json.loads(self._group.broadcast_bytes(sender, text.encode()))
+            sent = self._group.broadcast_json([good[part].to_json() for part in mine], sender)
             parts |= {part.rank: part for part in map(RankPart.from_json, sent)}
         return [parts[rank] for rank in sorted(parts)]
 

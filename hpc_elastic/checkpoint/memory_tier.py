@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import errno
 import hmac
-import ipaddress
 import logging
 import os
 import secrets
@@ -28,6 +27,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 
 from hpc_elastic.checkpoint.collectives import RankGroup
@@ -35,7 +35,6 @@ from hpc_elastic.checkpoint.gathering import CopyGathering, Needed, NodeDirector
 from hpc_elastic.checkpoint.manifest import Manifest, RankPart
 from hpc_elastic.checkpoint.node_memory import (
     NUM_KEPT,
-    WORD_BITS,
     MemorySave,
     NodeMemory,
     base_folder,
@@ -92,21 +91,21 @@ class MemoryStore:
         self._saves: dict[int, MemorySave] = {}
         self._num_bytes = num_bytes
         error: Exception | None = None
-        words = [-1] * 6  # the directory's number, and five random ones
+        number = None
         if group.rank == 0:
             try:
-                words = [identity(directory), *(secrets.randbits(WORD_BITS) for _ in range(5))]
+                number = identity(directory)
             except OSError as e:
                 error = e
-        words = group.broadcast_row(words)
-        if words[0] < 0:
+        number, drawn = group.broadcast_json([number, secrets.token_hex(32)])
+        if number is None:
             raise CheckpointError(f"rank 0 cannot write to {directory}: {error or 'see its log'}")
         try:
             base = base_folder(tier.memory)
-            self._memory = NodeMemory.of(base, words[0], directory)
-            entry, drawn = fencing.own_entry(), b"".join(w.to_bytes(8, "big") for w in words[1:])
+            self._memory = NodeMemory.of(base, number, directory)
+            entry = fencing.own_entry()
             secret = read_bytes(RunDir(entry.parent.parent).secret) if entry else b""
-            self._key = hmac.digest(secret, b"checkpoint copies|" + drawn, "sha256")
+            self._key = hmac.digest(secret, f"checkpoint copies|{drawn}".encode(), "sha256")
             self._receiver = Receiver(self._memory, self._key, own_addresses())
         except (OSError, ConfigError, RuntimeError) as e:  # RuntimeError: no thread can be started
             error = e
@@ -174,7 +173,7 @@ class MemoryStore:
         index, _ = self._nodes.share(self._group.rank)
         mine = self._memory.saves() if index == 0 else {}
         rows = [(s.step, s.token, s.world_size, r) for s, ranks in mine.items() for r in ranks]
-        self._saves = {s.step: s for s in complete(self._group.gather_rows(rows, 4))}
+        self._saves = {s.step: s for s in complete(chain(*self._group.gather_json(rows)))}
         return sorted(self._saves, reverse=True)
 
     def gather(self, step: int, needed: Needed) -> tuple[Path, Manifest] | None:
@@ -254,20 +253,8 @@ def choose_neighbour(peers: Sequence[Peer], rank: int) -> Peer | None:
 
 
 def exchange_peers(group: RankGroup, address: str, port: int) -> list[Peer]:
-    """Return where all ranks are (every rank; collective).
-
-    This worker listens on the port of a numeric address.
-    """
+    """Return where all ranks are, and where each of them listens (every rank; collective)."""
     machine = f"{socket.gethostname()}|{os.environ.get('SLURM_NODEID', '')}"
-    hashed = int.from_bytes(blake2b(machine.encode(), digest_size=7).digest())
-    node = int(os.environ.get("GROUP_RANK", hashed))
-    number, version = int(ipaddress.ip_address(address)), 6 if ":" in address else 4
-    words = [number >> (WORD_BITS * i) & ((1 << WORD_BITS) - 1) for i in range(3)]
-    rows = group.gather([node, port, version, *words])
+    rows = group.gather_json([os.environ.get("GROUP_RANK", machine), address, port])
     order = list(dict.fromkeys(row[0] for row in rows))
-    peers = []
-    for rank, (node, port, version, *words) in enumerate(rows):
-        number = sum(word << (WORD_BITS * i) for i, word in enumerate(words))
-        kind = ipaddress.IPv6Address if version == 6 else ipaddress.IPv4Address
-        peers.append(Peer(rank, order.index(node), str(kind(number)), port))
-    return peers
+    return [Peer(rank, order.index(node), *at) for rank, (node, *at) in enumerate(rows)]

@@ -39,9 +39,7 @@ their parts."""
 
 _log = logging.getLogger(__name__)
 
-WORD_BITS = 60
-"""Long numbers are sent as words of this many bits, which fit into a tensor's int64."""
-
+_IDENTITY_BITS = 60
 _IDENTITY = ".memory-id"
 _DIRECTORY = "directory"
 _SAVE = re.compile(r"step-(\d+)-([0-9a-f]+)-(\d+)")
@@ -148,7 +146,7 @@ def identity(directory: Path) -> int:
     """Return the number of a directory of checkpoints; it gets one if it has none (rank 0)."""
     number = read_identity(directory)
     if number < 0:
-        number = secrets.randbits(WORD_BITS)
+        number = secrets.randbits(_IDENTITY_BITS)
         write_atomic(directory / _IDENTITY, f"{number:015x}\n")
     return number
 
@@ -156,7 +154,7 @@ def identity(directory: Path) -> int:
 def read_identity(directory: Path) -> int:
     """Return the number of a directory of checkpoints; -1 if it has none; OSError if unknown."""
     try:
-        return int(read_text(directory / _IDENTITY), 16) % (1 << WORD_BITS)
+        return int(read_text(directory / _IDENTITY), 16) % (1 << _IDENTITY_BITS)
     except (FileNotFoundError, ValueError):
         return -1
 

@@ -69,9 +69,8 @@ class Comparer:
             ranks = [rank for rank, row in enumerate(rows) if row[i] != rows[0][i]]
             if not ranks:
                 continue
-            of_first = json.loads(group.broadcast_bytes(0, json.dumps(lines).encode()))
-            mine = first_difference(of_first, lines) if group.rank == ranks[0] else ""
-            example = group.broadcast_bytes(ranks[0], mine.encode()).decode()
+            mine = first_difference(group.broadcast_json(lines), lines)
+            example = group.broadcast_json(mine, ranks[0])
             if i == 0:
                 what = f"only one of rank 0 and rank {ranks[0]} has this key: give the same to all"
             else:

@@ -402,7 +402,7 @@ from hpc_elastic.checkpoint import collectives, save
 if sys.argv[2] == "of two":  # the other rank is gone
     save.EXIT_TIMEOUT_S = 0.2
     collectives.RankGroup.current = lambda: collectives.RankGroup(0, 2, "p1")
-    collectives.RankGroup.broadcast_bytes = lambda *args: args[-1]
+    collectives.RankGroup.broadcast_json = lambda self, value, source=0: value
     collectives.RankGroup.gather = lambda self, row: [list(row)] * 2
 counter = Counter()
 save_at(checkpointer(Path(sys.argv[1]), counter), counter, 1)

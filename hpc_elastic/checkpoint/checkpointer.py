@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, SupportsIndex
 
 import torch
@@ -41,7 +40,7 @@ from hpc_elastic.checkpoint.samples import Comparer
 from hpc_elastic.checkpoint.save import Save, SaveContext
 from hpc_elastic.checkpoint.sharding import Planner
 from hpc_elastic.checkpoint.snapshot import Snapshots, is_out_of_memory
-from hpc_elastic.checkpoint.state import Flat, RankStates, flatten, rank_states
+from hpc_elastic.checkpoint.state import Flat, RankStates, flatten
 from hpc_elastic.checkpoint.store import Cleaner, Store, remember_directory
 from hpc_elastic.errors import (
     CheckpointError,
@@ -151,7 +150,7 @@ class Checkpointer:
         store.prepare()
         self._group = RankGroup.current()
         owner = self._claim(store)
-        for key in rank_states(self._state, flat, self._options.per_rank)["positions"]:
+        for key in flat.rank_values["positions"]:
             if self._group.rank == 0 and key not in self._options.accept_inexact:
                 _log.warning(
                     "%s: the state of %s is one rank's position in its data, and is restored under "
@@ -160,8 +159,8 @@ class Checkpointer:
                     type(self._state[key]).__name__,
                 )
         self._planner = Planner(self._group.rank, self._group.world_size, self._options.replicated)
-        self._planner.plan(flat.tensors, flat.first, flat.own)
         self._comparer = Comparer(self._planner, self._group)
+        num_bytes = self._expected_bytes(flat)
         self._comparer.compare_structure(flat)
         self._mismatch: CheckpointMismatchError | None = None
         """What the last save was refused for; not raised yet."""
@@ -169,7 +168,6 @@ class Checkpointer:
         """Whether the next save compares numbers even out of turn."""
         self._memory: MemoryStore | None = None
         if memory_tier is not None:
-            num_bytes = self._expected_bytes(flat)
             self._memory = MemoryStore(memory_tier, store.directory, self._group, num_bytes)
         self._context = SaveContext(
             store, self._group, owner, rule, self._options.timeout_s, Cleaner(store),
@@ -188,7 +186,7 @@ class Checkpointer:
         """The plan, and the number of optimizers that had stepped, when nothing was missing."""
         _open.add(self)
         if self._options.asynchronous:
-            self._snapshots.warm_up(flat, self._expected_bytes(flat))
+            self._snapshots.warm_up(flat, num_bytes)
 
     def save(self, step: SupportsIndex, *, urgent: bool | None = None) -> bool:
         """Save the state as of a step (every rank, at the same steps).
@@ -343,12 +341,7 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Wait until everything is committed; an error of the block goes first."""
         try:
             self.close()
@@ -483,13 +476,12 @@ class Checkpointer:
             self._complete = now
         described = self._comparer.describe(flat, save.number, compare=self._compares)
         self._compares = False
-        rank_values: dict[str, Any] = dict(rank_states(self._state, flat, self._options.per_rank))
         if self._options.rng:
-            rank_values["rng"] = capture_generators()
+            flat.rank_values["rng"] = capture_generators()
         borrow, copy = self._snapshots.borrow, self._snapshots.copy
         for take in [borrow] if blocking else [copy, borrow]:
             try:
-                save.snapshot = replace(take(flat, pieces, rank_values), described=described)
+                save.snapshot = replace(take(flat, pieces), described=described)
                 return blocking
             except Exception as e:
                 if not is_out_of_memory(e):

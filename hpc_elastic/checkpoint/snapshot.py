@@ -14,7 +14,7 @@ import errno
 import mmap
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,9 +67,7 @@ class Snapshots:
         if self._warm_up is not None:
             self._warm_up.join()
 
-    def copy(
-        self, flat: Flat, pieces: Sequence[ShardPiece], rank_values: Mapping[str, Any]
-    ) -> HostSnapshot:
+    def copy(self, flat: Flat, pieces: Sequence[ShardPiece]) -> HostSnapshot:
         """Copy the pieces; when it returns, the state may change.
 
         The snapshot is valid until the next call. Raises what `is_out_of_memory` detects if there
@@ -96,19 +94,17 @@ class Snapshots:
         if self._gpu is not None and self._num_pinned < len(memory):
             self._prepare()
         data = [memoryview(memory)[: layout.num_bytes]]
-        return HostSnapshot(layout, data, flat.values, rank_values, keep=memory)
+        return HostSnapshot(layout, data, flat.values, flat.rank_values, keep=memory)
 
-    def borrow(
-        self, flat: Flat, pieces: Sequence[ShardPiece], rank_values: Mapping[str, Any]
-    ) -> HostSnapshot:
+    def borrow(self, flat: Flat, pieces: Sequence[ShardPiece]) -> HostSnapshot:
         """Return a snapshot in the state's CPU memory: it may not change until that is written."""
         if any(tensor.device.type != "cpu" for tensor in flat.tensors.values()):
-            return self.copy(flat, pieces, rank_values)
+            return self.copy(flat, pieces)
         layout = self._layout_of(pieces)
         views = [piece.view(flat.tensors[piece.fqn]) for piece in layout.pieces]
         tensors = [view.resolve_conj().resolve_neg().contiguous() for view in views]
         data = [_bytes_of(tensor) for tensor in tensors]
-        return HostSnapshot(layout, data, flat.values, rank_values, keep=tensors)
+        return HostSnapshot(layout, data, flat.values, flat.rank_values, keep=tensors)
 
     def _reserve(self, flat: Flat, num_bytes: int) -> mmap.mmap:
         if self._map is not None and len(self._map) >= num_bytes:

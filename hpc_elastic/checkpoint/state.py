@@ -84,6 +84,8 @@ class Flat:
     """Names of what modules have besides parameters: it counts as rank 0 has it."""
     own: set[str] = field(default_factory=set)
     """Names of the tensors that each rank has for itself."""
+    rank_values: dict[str, Any] = field(default_factory=lambda: {kind: {} for kind in OWN_KINDS})
+    """What each rank has for itself, as `RankPart.rank_values`."""
     once: set[str] = field(default_factory=set)
     """Keys whose values count as rank 0 has them."""
     leaves: dict[Ref, object] = field(default_factory=dict)
@@ -149,24 +151,6 @@ class RankStates:
         )
 
 
-def rank_states(
-    state: Mapping[str, object], flat: Flat, per_rank: Container[str] = ()
-) -> dict[str, dict[str, Any]]:
-    """Return what is this rank's own: "positions" in data, "values" that may be so, "per_rank".
-
-    The last are those whose keys the user names. ``flat`` is the state, taken apart.
-    """
-    own: dict[str, dict[str, Any]] = {"positions": {}, "values": {}, "per_rank": {}}
-    for key, item in state.items():
-        if key in per_rank:
-            own["per_rank"][key] = flat.values[key]
-        elif _is_position(item):
-            own["positions"][key] = flat.values[key]
-        elif _may_differ(item):
-            own["values"][key] = flat.values[key]
-    return own
-
-
 def _own_value(manifest: Manifest, rank: int, key: str, kinds: Iterable[str] = OWN_KINDS) -> Any:
     of_rank = manifest.rank_values.get(rank, {})
     return next((of_rank[kind][key] for kind in kinds if key in of_rank.get(kind, {})), None)
@@ -186,19 +170,23 @@ def _is_position(item: object) -> bool:
 def flatten(state: Mapping[str, object], per_rank: Container[str] = ()) -> Flat:
     """Take a state apart; nothing is copied but the values.
 
-    Raises:
-        ConfigError: an object is none of what a state may hold, or has in it what cannot be
-            stored; the message names its path.
+    ``per_rank`` are the keys that the user names so. Raises ConfigError, with the path, if an
+    object is none of what a state may hold, or has in it what cannot be stored.
     """
     flat = Flat()
     for key, item in state.items():
         names = _add(flat, key, item)
+        kind = ""
         if key in per_rank or _is_position(item):
+            kind = "per_rank" if key in per_rank else "positions"
             flat.own.update(names)
         elif _may_differ(item):
+            kind = "values"
             flat.own.update(n for n in names if flat.tensors[n].nbytes < SPREAD_FROM_BYTES)
         elif not getattr(item, "fits_any_world_size", False):
             flat.once.add(key)
+        if kind:
+            flat.rank_values[kind][key] = flat.values[key]
         if key not in per_rank:
             flat.own.difference_update(n for n in names if isinstance(flat.tensors[n], DTensor))
     return flat
@@ -214,11 +202,8 @@ def load(
 ) -> None:
     """Fill a state from a checkpoint, in place (every rank; no communication).
 
-    If not strict, what only one of the two has is left alone, with a warning.
-
-    Raises:
-        CheckpointError: the checkpoint does not fit the state; the message names the key. Part of
-            the state may have been filled.
+    If not strict, what only one of the two has is left alone, with a warning. Raises
+    CheckpointError, with the key, if the checkpoint does not fit: part of the state may be filled.
     """
     filling = _prepare(manifest, state, strict=strict, ranks=ranks)
     twins = _twins(filling.into)

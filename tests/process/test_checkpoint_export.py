@@ -33,7 +33,7 @@ def make(directory: Path, step: int, state: dict, world_size: int = 1) -> Path:
     parts = []
     for rank in range(world_size):
         pieces = sharding.Planner(rank, world_size).plan(flat.tensors, flat.first)
-        parts.append(write_part(folder, rank, Snapshots().copy(flat, pieces, {})))
+        parts.append(write_part(folder, rank, Snapshots().copy(flat, pieces)))
     manifest = merge(parts, step=step, world_size=world_size, created=1e9)
     (folder / MANIFEST).write_text(manifest.to_json())
     return folder

@@ -23,12 +23,7 @@ import torch.distributed as dist
 import xxhash
 
 from hpc_elastic.checkpoint.collectives import RankGroup
-from hpc_elastic.checkpoint.manifest import (
-    FileEntry,
-    Manifest,
-    RankPart,
-    merge,
-)
+from hpc_elastic.checkpoint.manifest import FileEntry, Manifest, RankPart, merge
 from hpc_elastic.checkpoint.node_memory import MemorySave, NodeMemory, free_bytes
 from hpc_elastic.errors import CheckpointError
 from hpc_elastic.shared_files import write_atomic
@@ -49,6 +44,12 @@ class NodeDirectory:
     of_rank: tuple[int, ...]
     """Number of each rank's node."""
 
+    @classmethod
+    def of(cls, names: Sequence[str]) -> NodeDirectory:
+        """Number the nodes of all ranks, by their names, as they come."""
+        order = list(dict.fromkeys(names))
+        return cls(tuple(order.index(name) for name in names))
+
     def ranks(self, node: int) -> list[int]:
         """Return the ranks of a node."""
         return [rank for rank, where in enumerate(self.of_rank) if where == node]
@@ -61,6 +62,14 @@ class NodeDirectory:
         """Return the place of a rank among those of its node, and their number."""
         mine = self.ranks(self.of_rank[rank])
         return mine.index(rank), len(mine)
+
+    def neighbour(self, rank: int) -> int | None:
+        """Return the rank, on the next node, that keeps copies of a rank's saves; None if alone."""
+        nodes = sorted(set(self.of_rank))
+        if len(nodes) == 1:
+            return None
+        there = self.ranks(nodes[(nodes.index(self.of_rank[rank]) + 1) % len(nodes)])
+        return there[self.share(rank)[0] % len(there)]
 
     def union(self, rows: Sequence[Sequence[int]]) -> dict[int, set[int]]:
         """Return, for each node, the places at which the row of one of its ranks has no zero."""
@@ -85,11 +94,9 @@ class CopyGathering:
         self._problem: str | None = None
 
     def run(self, needed: Needed) -> Manifest | None:
-        """Bring it together.
+        """Bring it together; return its manifest, or None on every rank.
 
-        Returns:
-            Its manifest, if every rank has what it needs, verified, in its node's folder of the
-            save; else None, on every rank.
+        Every rank has what it needs then, verified, in its node's folder of the save.
         """
         save, world = self._save, range(self._save.world_size)
         index, count = self._nodes.share(self._group.rank)

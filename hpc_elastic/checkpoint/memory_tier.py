@@ -80,10 +80,8 @@ class MemoryStore:
         """Meet the other ranks (every rank; collective).
 
         A save of this rank will probably take ``num_bytes``. The tier is the same on every rank.
-
-        Raises:
-            ConfigError: the memory folder cannot be used.
-            CheckpointError: another rank's cannot.
+        Raises ConfigError if the memory folder cannot be used, CheckpointError if another rank's
+        cannot.
         """
         self._tier = tier
         self._group = group
@@ -113,9 +111,13 @@ class MemoryStore:
             raise error or CheckpointError(
                 "another rank cannot use its memory; its log has the reason"
             )
-        peers = exchange_peers(group, *self._receiver.address)
-        self._nodes = NodeDirectory(tuple(peer.node for peer in peers))
-        self._neighbour = choose_neighbour(peers, group.rank) if tier.copies else None
+        # The group rank that torch's agent gives the workers of a node, or the name of the host.
+        machine = f"{socket.gethostname()}|{os.environ.get('SLURM_NODEID', '')}"
+        where = os.environ.get("GROUP_RANK", machine)
+        peers = group.gather_json([where, *self._receiver.address])
+        self._addresses = [(address, port) for _, address, port in peers]
+        self._nodes = NodeDirectory.of([node for node, *_ in peers])
+        self._neighbour = self._nodes.neighbour(group.rank) if tier.copies else None
         room = free_bytes(self._memory.folder) + self._memory.num_bytes()
         rows = group.gather([num_bytes, room])
         missing = lacking_room(self._nodes, rows, copies=self._neighbour is not None)
@@ -134,10 +136,8 @@ class MemoryStore:
     def store(self, step: int, write: Callable[[Path], RankPart]) -> None:
         """Store this rank's part of a save here and with the neighbour (in any thread).
 
-        A copy that fails is only logged.
-
-        Raises:
-            OSError: for example, there is no room. Nothing is left of the part.
+        A copy that fails is only logged. After an OSError, as without room, nothing is left of the
+        part.
         """
         if not self.active:
             return
@@ -161,11 +161,11 @@ class MemoryStore:
         if to is None:
             return
         try:
-            push((to.address, to.port), self._key, save, folder, rank)
+            push(self._addresses[to], self._key, save, folder, rank)
         except (OSError, CheckpointError) as e:
             _log.warning(
                 "step %d is in this node's memory only; no copy on that of rank %d (%s): %s",
-                step, to.rank, to.address, e,
+                step, to, self._addresses[to][0], e,
             )  # fmt: skip
 
     def steps(self) -> list[int]:
@@ -224,37 +224,3 @@ def lacking_room(
         if needed > room:
             return node, needed, room
     return None
-
-
-# ---- The workers of a group as each other's neighbours: their nodes and addresses
-# A node is known by the group rank that torch's agent gives its workers, and outside of one by
-# the name of the host.
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A worker as the others know it."""
-
-    rank: int
-    node: int
-    address: str
-    port: int
-
-
-def choose_neighbour(peers: Sequence[Peer], rank: int) -> Peer | None:
-    """Return the worker, on the next node, that keeps copies of a rank's saves; None if alone."""
-    me = peers[rank]
-    nodes = sorted({peer.node for peer in peers})
-    if len(nodes) == 1:
-        return None
-    following = nodes[(nodes.index(me.node) + 1) % len(nodes)]
-    here, there = ([p for p in peers if p.node == node] for node in (me.node, following))
-    return there[here.index(me) % len(there)]
-
-
-def exchange_peers(group: RankGroup, address: str, port: int) -> list[Peer]:
-    """Return where all ranks are, and where each of them listens (every rank; collective)."""
-    machine = f"{socket.gethostname()}|{os.environ.get('SLURM_NODEID', '')}"
-    rows = group.gather_json([os.environ.get("GROUP_RANK", machine), address, port])
-    order = list(dict.fromkeys(row[0] for row in rows))
-    return [Peer(rank, order.index(node), *at) for rank, (node, *at) in enumerate(rows)]

@@ -20,11 +20,7 @@ from typing import Any
 
 import xxhash
 
-from hpc_elastic.checkpoint.manifest import (
-    MANIFEST_BYTES,
-    FileEntry,
-    RankPart,
-)
+from hpc_elastic.checkpoint.manifest import MANIFEST_BYTES, FileEntry, RankPart
 from hpc_elastic.checkpoint.node_memory import MemorySave, NodeMemory, free_bytes
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
 from hpc_elastic.shared_files import open_file, read_text, write_atomic
@@ -43,9 +39,8 @@ _log = logging.getLogger(__name__)
 def push(address: tuple[str, int], key: bytes, save: MemorySave, folder: Path, rank: int) -> None:
     """Copy a rank's files of a save to a worker on another node, at the address of its `Receiver`.
 
-    Raises:
-        OSError: there is no connection, it broke, or the other side does not know the key.
-        CheckpointError: the other side refused; the message has its reason.
+    Raises OSError if there is no connection, it broke, or the other side does not know the key;
+    CheckpointError, with the reason, if the other side refused.
     """
     text = read_text(folder / f"part-{rank}.json", MANIFEST_BYTES)
     with closing(SignedSocket.connect(address, key, _CONTEXT, timeout_s=TIMEOUT_S)) as connection:

@@ -19,7 +19,7 @@ from scarcity import no_descriptors, no_thread
 from hpc_elastic.checkpoint import MemoryTier
 from hpc_elastic.checkpoint.gathering import NodeDirectory
 from hpc_elastic.checkpoint.manifest import FileEntry, RankPart, checksum_of
-from hpc_elastic.checkpoint.memory_tier import Peer, choose_neighbour, complete, lacking_room
+from hpc_elastic.checkpoint.memory_tier import complete, lacking_room
 from hpc_elastic.checkpoint.node_memory import (
     AgentFolder,
     MemorySave,
@@ -147,11 +147,6 @@ def test_a_copy_that_breaks_off_leaves_nothing(tmp_path, memory, receiver):
 # ---- decisions ----------------------------------------------------------------------------
 
 
-def peers(*nodes_: int) -> list[Peer]:
-    """Return workers on these nodes."""
-    return [Peer(rank, node, f"10.0.0.{node}", 1) for rank, node in enumerate(nodes_)]
-
-
 @pytest.mark.parametrize(
     ("where", "expected"),
     [
@@ -163,8 +158,7 @@ def peers(*nodes_: int) -> list[Peer]:
 )
 def test_the_neighbour_is_on_the_next_node(where, expected):
     """In a ring of nodes, with the same place there if there is one."""
-    chosen = [choose_neighbour(peers(*where), rank) for rank in range(len(where))]
-    assert [c and c.rank for c in chosen] == expected
+    assert [NodeDirectory(where).neighbour(rank) for rank in range(len(where))] == expected
 
 
 def test_a_save_counts_if_every_rank_is_somewhere():

@@ -71,11 +71,8 @@ def require_alike(
 ) -> None:
     """Compare what the ranks have, rank 0 among them.
 
-    ``remark`` is called with each key that differs without harm, and the whole message.
-
-    Raises:
-        CheckpointMismatchError: names, shapes, types or numbers of a tensor differ. The message has
-            the tensor, the ranks and the remedy.
+    ``remark`` is called with each key that differs without harm, and the whole message. Raises
+    CheckpointMismatchError if names, shapes, types or numbers of a tensor differ.
     """
     first = described[0]
     for key in sorted(set().union(*(d.structure for d in described.values()))):

@@ -25,11 +25,9 @@ from hpc_elastic.worker.optimizer_steps import live_objects, stepped_optimizers
 
 
 def require_complete(state: Mapping[str, object], tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse a state, with its tensors, that lacks what this process trains.
+    """Refuse, by ConfigError, a state, with its tensors, that lacks what this process trains.
 
-    Raises:
-        ConfigError: a model, an optimizer or a schedule is missing, and no object of the state can
-            hold it.
+    That is a model, an optimizer or a schedule which no object of the state can hold.
     """
     stepped = stepped_optimizers()
     if not stepped or not all(_is_known(item) for item in state.values()):

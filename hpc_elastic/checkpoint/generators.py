@@ -44,12 +44,9 @@ def capture_generators() -> dict[str, Any]:
 
 
 def restore_generators(states: Mapping[str, Any]) -> None:
-    """Set the generators as `capture_generators` found them.
+    """Set the generators as `capture_generators` found them; else CheckpointCorruptError.
 
     A GPU that there was not then keeps its state, and so does NumPy's if it was not imported.
-
-    Raises:
-        CheckpointCorruptError: the states are none.
     """
     try:
         version, words, gauss = states["python"]

@@ -234,12 +234,9 @@ def merge(
     """Make one checkpoint of what all ranks wrote, in any order.
 
     A box that two ranks wrote is taken from the lower rank. ``remark`` is called with a harmless
-    difference between the ranks; see `require_alike`.
-
-    Raises:
-        CheckpointMismatchError: what is stored once is not the same on all ranks (`equality`), or
-            the values name a tensor that no rank has stored. The message names it.
-        CheckpointError: a rank's part is missing, or a tensor has a hole or an overlap.
+    difference between the ranks; see `require_alike`. Raises CheckpointMismatchError if what is
+    stored once is not the same on all ranks (`equality`), or the values name a tensor that no rank
+    has stored; CheckpointError if a rank's part is missing, or a tensor has a hole or an overlap.
     """
     by_rank = {part.rank: part for part in parts}
     missing = sorted(set(range(world_size)) - set(by_rank))

@@ -80,7 +80,7 @@ class Owner:
             return cls(NO_RUN, **kind, **at)  # type: ignore[arg-type]
         run = RunDir(entry.parent.parent.absolute())
         restarts = is_there(run.spec)
-        name = run.load().run_id if restarts else f"{run.path.name}-{_digest(str(run.path))}"
+        name = run.load().run_id if restarts else f"{run.path.name}-{tag(str(run.path))}"
         return cls(name, str(run.path), restarts, **kind, **at)  # type: ignore[arg-type]
 
     @property
@@ -150,9 +150,7 @@ def judge(
 def claim(directory: Path, mine: Owner, take_over: str | None, *, has_steps: bool) -> OwnerVerdict:
     """Decide whether an owner may save to a directory that exists, and mark it if need be (rank 0).
 
-    Raises:
-        ConfigError: the mark is damaged.
-        OSError: it cannot be read or written.
+    Raises ConfigError if the mark is damaged, OSError if it cannot be read or written.
     """
     while True:
         mark = read(directory)
@@ -185,7 +183,8 @@ def read(directory: Path) -> Owner | None:
         text = read_listed(path)
         return None if text is None else _parse(text, path)
     except (IsADirectoryError, KeyError, TypeError, ValueError) as e:
-        raise _damaged(path) from e
+        remedy = "the owner of the checkpoints is unknown: remove it if they are this run's"
+        raise ConfigError("directory", str(path), remedy) from e
 
 
 @functools.lru_cache(maxsize=8)
@@ -193,11 +192,6 @@ def _parse(text: str, path: Path) -> Owner:
     """Return the mark that a file holds; the same file is read at each commit."""
     mark: Owner = restored(Owner, parse_json(text, path))
     return mark
-
-
-def _damaged(path: Path) -> ConfigError:
-    remedy = "the owner of the checkpoints is unknown: remove it if they are this run's"
-    return ConfigError("directory", str(path), remedy)
 
 
 def write(directory: Path, mine: Owner, *, replaces: bool) -> bool:
@@ -215,8 +209,4 @@ def write(directory: Path, mine: Owner, *, replaces: bool) -> bool:
 
 def tag(run: str) -> str:
     """Return the hexadecimal digits that stand for a run in the names of its unfinished saves."""
-    return _digest(run)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    return hashlib.sha256(run.encode()).hexdigest()[:8]

@@ -49,13 +49,10 @@ class Retention:
     def removable(
         self, steps: Collection[int], *, committed: int, damaged: Collection[int] = ()
     ) -> list[int]:
-        """Return the steps to remove, oldest first (pure).
+        """Return which of all steps to remove, oldest first (pure).
 
-        Args:
-            steps: Of all checkpoints there are.
-            committed: The one that was written just now, and so is good. It stays in any case.
-            damaged: Steps that did not verify. They do not count among the last, and go once there
-                is a newer good one.
+        ``committed`` was written just now, and so is good. It stays in any case. ``damaged`` did
+        not verify: they do not count among the last, and go once there is a newer good one.
         """
         good = sorted(set(steps) - set(damaged) | {committed})
         kept = {committed, *good[-self.keep_last :]}

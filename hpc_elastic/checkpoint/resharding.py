@@ -48,11 +48,9 @@ _MOST_THREADS = 4
 def read(manifest: Manifest, folder: Path, into: Mapping[str, torch.Tensor]) -> None:
     """Fill tensors, by the manifest's names, from a checkpoint, in place (no communication).
 
-    They have the manifest's names, and may be DTensors of any mesh.
-
-    Raises:
-        CheckpointError: a tensor is not in the checkpoint, or has another shape or type there.
-        CheckpointCorruptError: a file is not as the manifest describes. Tensors may be half filled.
+    They may be DTensors of any mesh. Raises CheckpointError if one is not in the checkpoint, or has
+    another shape or type there; CheckpointCorruptError, with tensors half filled, if a file is not
+    as the manifest describes.
     """
     reader = ManifestReader(manifest, folder)
     planner, plan = _plan(reader, manifest, into)
@@ -83,13 +81,12 @@ def targets(
     """
     found = {}
     for fqn in wanted:
-        if fqn not in present and fqn not in manifest.tensors:
-            raise CheckpointError(f"{fqn} is not in the checkpoint of step {manifest.step}")
-        known = fqn in present
-        if known:
+        if fqn in present:
             found[fqn] = present[fqn]
-        else:
+        elif fqn in manifest.tensors:
             found[fqn] = _new(manifest.tensors[fqn], like.get(fqn), is_own=fqn in own)
+        else:
+            raise CheckpointError(f"{fqn} is not in the checkpoint of step {manifest.step}")
     return found
 
 
@@ -99,10 +96,8 @@ def like_parameters(
     """Return the parameter that each tensor of a saved optimizer state belongs to.
 
     torch numbers the parameters over all groups, in their order. Only the keys of the saved state
-    matter; the names of its tensors begin with a prefix such as ``optimizer``.
-
-    Raises:
-        CheckpointError: it had other groups, or another number of parameters in one.
+    matter; the names of its tensors begin with a prefix such as ``optimizer``. Raises
+    CheckpointError if it had other groups, or another number of parameters in one.
     """
     parameters = parameters_of(optimizer, saved, prefix)
     return {

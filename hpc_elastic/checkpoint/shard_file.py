@@ -45,11 +45,7 @@ class BlockFile:
     """A file that did not exist before, open for writing from its beginning on."""
 
     def __init__(self, path: Path, *, direct: bool) -> None:
-        """Create the file; direct: past the page cache, if the file system can (tmpfs cannot).
-
-        Raises:
-            OSError: it exists, or cannot be created.
-        """
+        """Create the file; direct: past the page cache, if the file system can (tmpfs cannot)."""
         memory = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._buffer = memoryview(memory)
         self._held = 0
@@ -60,11 +56,7 @@ class BlockFile:
                 self._set_direct(on=True)
 
     def write(self, data: memoryview) -> None:
-        """Append bytes; the last of them may stay in the buffer.
-
-        Raises:
-            OSError: no space is left, for example.
-        """
+        """Append bytes; the last of them may stay in the buffer."""
         while data:
             at_once = len(data) >= _SMALL_BYTES
             if at_once and self._direct:
@@ -83,7 +75,7 @@ class BlockFile:
             data = data[len(part) :]
 
     def finish(self, *, sync: bool) -> None:
-        """Write what is left; sync: the file is to survive a loss of power. Raises as `write`."""
+        """Write what is left; sync: the file is to survive a loss of power."""
         whole = self._held // PAGE_BYTES * PAGE_BYTES
         self._put(self._buffer[:whole])
         if whole < self._held:
@@ -139,11 +131,7 @@ class ShardFile:
             raise
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill a contiguous, writable buffer of bytes from an offset of the file.
-
-        Raises:
-            CheckpointCorruptError: the file is shorter than that, or cannot be read.
-        """
+        """Fill a writable buffer from an offset; CheckpointCorruptError if the file cannot."""
         done = 0
         while done < len(buffer):
             try:

@@ -86,11 +86,7 @@ class Store:
         return self.directory / f".staging-step-{step}-{token}-{number}"
 
     def prepare(self) -> None:
-        """Make the directory, and see that it can be written.
-
-        Raises:
-            ConfigError: it cannot.
-        """
+        """Make the directory; raise ConfigError if it cannot be written."""
         probe = self.directory / f".probe-{uuid.uuid4().hex}"
         try:
             make_folder(self.directory, parents=True)
@@ -113,13 +109,8 @@ class Store:
         - Another good one stays. Two groups of a run may have written the same step; the first
           wins. Where another run has written it, this save has failed.
 
-        Returns:
-            Whether this one became the checkpoint.
-
-        Raises:
-            CheckpointFencedError: the group is over; nothing was committed.
-            CheckpointError: the directory, or this step in it, is another run's.
-            OSError: nothing was committed.
+        Returns whether this one became the checkpoint. Raises CheckpointFencedError if the group is
+        over, CheckpointError if the directory, or this step in it, is another run's.
         """
         _sync_folder(staging)
         target, second = self.folder(manifest.step), self._second_name(manifest.step)
@@ -394,9 +385,6 @@ def remember_directory(directory: Path) -> None:
 
     A script chooses the directory of its Checkpointer. Where that is not ``<run>/checkpoints``,
     ``<run>/saves_to/<hash of the path>`` has its absolute path in one line.
-
-    Raises:
-        OSError: the run directory cannot be written.
     """
     entry = fencing.own_entry()
     if entry is None:

@@ -62,21 +62,8 @@ class MicroBatch:
 class BatchDivision:
     """The size of a global batch, and its division among the workers.
 
-    Attributes:
-        global_batch_size: Samples of one optimizer step, all ranks together; at least 1. It stays
-            the same for any world size.
-        micro_batch_size: The most samples that a rank takes at once, at least 1: what fits into its
-            memory. None: a rank takes its whole share at once.
-        rank: This worker's rank among those that divide the data. None: the rank in
-            torch.distributed, or else the variables RANK and WORLD_SIZE, or else 0 of 1. Give it
-            where ranks share data: with tensor parallelism, the data-parallel rank. All ranks that
-            are given are taken to be equally fast.
-        world_size: Number of workers that divide the data; None as with ``rank``.
-        virtual_ranks: Number of virtual ranks, at least the number of workers. None: each worker
-            has the share of its own rank.
-
-    Raises:
-        ConfigError: A value is out of range, or only one of rank and world_size is given.
+    The fields are the arguments of `ElasticSampler`. Ranks that are given are taken to be equally
+    fast. Raises ConfigError if a value is out of range, or only one of rank and world_size given.
     """
 
     global_batch_size: int
@@ -96,30 +83,30 @@ class BatchDivision:
                 continue
             remedy = "give a whole number" + ("" if key == "global_batch_size" else ", or None")
             raise ConfigError(key, value, remedy)
-        if self.global_batch_size < 1:
-            raise ConfigError(
-                "global_batch_size", self.global_batch_size, "give at least one sample"
-            )
-        if self.micro_batch_size is not None and self.micro_batch_size < 1:
-            raise ConfigError(
-                "micro_batch_size", self.micro_batch_size, "give at least one sample, or None"
-            )
+        if (size := self.global_batch_size) < 1:
+            raise ConfigError("global_batch_size", size, "give at least one sample")
+        if (most := self.micro_batch_size) is not None and most < 1:
+            raise ConfigError("micro_batch_size", most, "give at least one sample, or None")
         if (self.rank is None) != (self.world_size is None):
             raise ConfigError("rank", self.rank, "give both rank and world_size, or neither")
         if self.rank is not None and not 0 <= self.rank < (self.world_size or 0):
             last = (self.world_size or 0) - 1
             raise ConfigError("rank", self.rank, f"give one from 0 to {last}, below world_size")
-        if self.virtual_ranks is not None:
-            _, world_size = self.group()
-            self._require_enough_virtual_ranks(world_size)
+        self.ranks_of(0)
 
-    def _require_enough_virtual_ranks(self, world_size: int) -> None:
-        if self.virtual_ranks is not None and self.virtual_ranks < world_size:
+    def ranks_of(self, worker: int) -> range:
+        """Return the ranks, its own or virtual ones, whose shares a worker computes."""
+        if self.virtual_ranks is None:
+            return range(worker, worker + 1)
+        _, world_size = self.group()
+        if self.virtual_ranks < world_size:
             remedy = (
                 f"each of the {counted(world_size, 'worker')} needs a virtual rank: give at least "
                 "the largest number of workers that the run may have, or use fewer nodes"
             )
             raise ConfigError("virtual_ranks", self.virtual_ranks, remedy)
+        num_ranks = self.virtual_ranks
+        return range(num_ranks * worker // world_size, num_ranks * (worker + 1) // world_size)
 
     def group(self) -> tuple[int, int]:
         """Return rank and world size; to be called once torch.distributed is initialised."""
@@ -128,15 +115,6 @@ class BatchDivision:
         if (size := process_group.size()) is not None:
             return process_group.rank(), size
         return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-    def ranks_of(self, worker: int) -> range:
-        """Return the ranks, its own or virtual ones, whose shares a worker computes."""
-        if self.virtual_ranks is None:
-            return range(worker, worker + 1)
-        _, world_size = self.group()
-        self._require_enough_virtual_ranks(world_size)
-        num_ranks = self.virtual_ranks
-        return range(num_ranks * worker // world_size, num_ranks * (worker + 1) // world_size)
 
     def num_micro_batches(self, size: int) -> int:
         """Return the number of micro-batches that this rank makes of a global batch of that size.
@@ -147,7 +125,8 @@ class BatchDivision:
         return len(ranks) * self._num_micro_batches_of_a_rank(size)
 
     def _num_micro_batches_of_a_rank(self, size: int) -> int:
-        largest_share = max(1, _largest(_cuts(size, self._throughputs_or_number)))
+        cuts = _cuts(size, self._throughputs_or_number)
+        largest_share = max(1, *(stop - start for start, stop in itertools.pairwise(cuts)))
         return -(-largest_share // (self.micro_batch_size or largest_share))
 
     @property
@@ -208,10 +187,6 @@ def _cuts(size: int, throughputs: tuple[int, ...] | int) -> tuple[int, ...]:
         return tuple(size * rank // throughputs for rank in range(throughputs + 1))
     before = tuple(itertools.accumulate(throughputs, initial=0))
     return tuple(size * each // before[-1] for each in before)
-
-
-def _largest(cuts: tuple[int, ...]) -> int:
-    return max(stop - start for start, stop in itertools.pairwise(cuts))
 
 
 def check(global_batch: int, max_nodes: int, nproc_per_node: int | None) -> str | None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -202,9 +201,3 @@ class EpochPlan:
                     "mean other samples: use that again, or start without the state"
                 )
                 raise ConfigError(key, mine, remedy)
-
-
-def require_word(name: str) -> None:
-    """Accept a name that can be a part of a file's name; else raise ConfigError."""
-    if not re.fullmatch(r"[\w-]+", name):
-        raise ConfigError("name", name, "give letters, digits, '_' and '-' only")

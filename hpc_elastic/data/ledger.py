@@ -48,6 +48,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import secrets
 import threading
 import time
@@ -60,10 +61,10 @@ from typing import Any
 from hpc_elastic.config.parse import restored
 from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.data.epoch_plan import End as EndOfEpoch
-from hpc_elastic.data.epoch_plan import EpochPlan, SamplePosition, require_word
+from hpc_elastic.data.epoch_plan import EpochPlan, SamplePosition
 from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.run import fencing
-from hpc_elastic.run.directory import RunDir
+from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.shared_files import make_folder
 from hpc_elastic.worker import reporting
 
@@ -285,11 +286,9 @@ class _Origin:
     """The run and the worker group that this process belongs to."""
 
     folder: Path
-    run_id: str
     index: int
     """Index of the log entry that formed the group."""
-    generation: int
-    """How often the run had been resumed."""
+    spec: RunSpec
 
 
 def _find_origin() -> _Origin | None:
@@ -300,22 +299,17 @@ def _find_origin() -> _Origin | None:
     entry = fencing.own_entry()
     if entry is None:
         return None
-    run = entry.parent.parent
+    run = RunDir(entry.parent.parent)
     try:
-        spec = RunDir(run).load()
+        return _Origin(run.path / FOLDER, fencing.number(entry.name), run.load())
     except RunDirectoryError:
         return None
-    return _Origin(run / FOLDER, spec.run_id, fencing.number(entry.name), spec.generation)
 
 
 def most_workers() -> int:
     """Return the largest number of workers of this worker's run; 0 if unknown."""
-    entry = fencing.own_entry()
-    try:
-        spec = RunDir(entry.parent.parent).load() if entry else None
-    except RunDirectoryError:
-        spec = None
-    return spec.settings.nodes.max * int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if spec else 0
+    origin, on_node = _find_origin(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return 0 if origin is None else origin.spec.settings.nodes.max * on_node
 
 
 class LedgerWriter:
@@ -333,7 +327,8 @@ class LedgerWriter:
         self._is_replica = is_replica
         self._origin = None
         if name is not None:
-            require_word(name)
+            if not re.fullmatch(r"[\w-]+", name):  # a part of a file's name
+                raise ConfigError("name", name, "give letters, digits, '_' and '-' only")
             self._origin = _find_origin()
         self.is_written = self._origin is not None
         self.ledger: Ledger | None = None
@@ -350,7 +345,7 @@ class LedgerWriter:
 
     def on_state_loaded(self, made_by: dict[str, Any] | None, step: int) -> None:
         """Record that a state was loaded; the next stretch is a child of its `state_maker`."""
-        is_ours = made_by and self._origin and made_by["run_id"] == self._origin.run_id
+        is_ours = made_by and self._origin and made_by["run_id"] == self._origin.spec.run_id
         self._parent = tuple(made_by["stretch"]) if made_by and is_ours else None
         self._step = step
         self._num_loaded += 1
@@ -368,7 +363,7 @@ class LedgerWriter:
             stretch = self._stretch
         elif inside:
             stretch = (self._origin.index, self._num_loaded)
-        return {"run_id": self._origin.run_id, "stretch": list(stretch)} if stretch else None
+        return {"run_id": self._origin.spec.run_id, "stretch": list(stretch)} if stretch else None
 
     def begin_segment(self, plan: EpochPlan, place: SamplePosition) -> None:
         """Begin the stretch of this rank's group, once for each state loaded."""
@@ -412,7 +407,7 @@ class LedgerWriter:
             by = ended if self._begun else (ended[0], ended[1] + 1)
         with self._lock, contextlib.suppress(ConfigError):  # another sampler has the same name
             self._open_ledger().write_record(
-                TrainingEnd(ended, self._step, by, self._origin.generation)
+                TrainingEnd(ended, self._step, by, self._origin.spec.generation)
             )
 
     def flush(self) -> None:

@@ -143,8 +143,8 @@ class TrainedModels:
 class PlainLoop:
     """One loop over a DataLoader, and the items that it has handed out.
 
-    ``models`` is None in a loop without gradients; ``count`` is called with the number of items
-    that count as trained next; ``is_new``: the training has not continued from a state.
+    ``models`` is None in a loop without gradients; ``count`` is called for each item that counts as
+    trained next; ``is_new``: the training has not continued from a state.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class PlainLoop:
         plan: EpochPlan,
         models: TrainedModels | None,
         *,
-        count: Callable[[int], None],
+        count: Callable[[], None],
         is_new: bool,
     ) -> None:
         self.plan, self._models, self._count, self._is_new = plan, models, count, is_new
@@ -248,8 +248,8 @@ class PlainLoop:
     def _count_open(self, num: int) -> None:
         self._num_open -= num
         self._num_waiting = 0
-        if num:
-            self._count(num)
+        for _ in range(num):
+            self._count()
 
     def require_same_weights(self, other: PlainLoop) -> None:
         """Refuse a second loop at the same time with other weights, for any number of ranks."""

@@ -273,26 +273,23 @@ class ElasticSampler:
         self._num_epochs = num_epochs
         _driven.add(self)
         try:
-            yield from self._epochs(num_epochs)
-        finally:
-            _driven.discard(self)
-
-    def _epochs(self, num_epochs: int) -> Iterator[int]:
-        while self.epoch < num_epochs:
-            begin = self._place
-            yield self.epoch
-            if self._update_position() != begin or (self._models and self._models.left_loop):
-                continue
-            if self._loop is not None and self._loop.num_drawn:
+            while self.epoch < num_epochs:
+                begin = self._place
+                yield self.epoch
+                if self._update_position() != begin or (self._models and self._models.left_loop):
+                    continue
+                if self._loop is None or not self._loop.num_drawn:
+                    raise RuntimeError(
+                        f"nothing of epoch {self.epoch} was trained: iterate over a torch "
+                        "DataLoader with batch_sampler=sampler, or over sampler.batches(loader)"
+                    )
                 _log.warning(
                     "epoch %d: the loop has ended before it trained an item: the last epoch",
                     self.epoch,
                 )
                 return
-            raise RuntimeError(
-                f"nothing of epoch {self.epoch} was trained: iterate over a torch DataLoader "
-                "with batch_sampler=sampler, or over sampler.batches(loader)"
-            )
+        finally:
+            _driven.discard(self)
 
     def scale_gradients(self, model: Any) -> Any:
         """Let a model's gradients count by samples in a plain loop over the DataLoader.
@@ -434,7 +431,18 @@ class ElasticSampler:
             self._place = SamplePosition(self._place.epoch + 1, 0, self._place.step)
 
     def _require_loader(self, loader: Any) -> None:
-        require_loader_of(self, loader)
+        """Refuse a loader with another sampler, or one that shows that it changes the order."""
+        if getattr(loader, "batch_sampler", self) is not self:
+            remedy = (
+                "make it with batch_sampler=sampler, and no batch_size, shuffle, sampler, drop_last"
+            )
+            raise ConfigError("batch_sampler", loader.batch_sampler, remedy)
+        if getattr(loader, "in_order", True) is not True:
+            remedy = "weights go with the order: leave it True"
+            raise ConfigError("in_order", loader.in_order, remedy)
+        if (interval := getattr(loader, "snapshot_every_n_steps", 1)) != 1:
+            remedy = "the sampler's state is a few numbers: leave it 1"
+            raise ConfigError("snapshot_every_n_steps", interval, remedy)
 
     def _require_own_state(self) -> None:
         """Refuse to train from the first sample on where a checkpoint goes on from a later step."""
@@ -519,7 +527,7 @@ class ElasticSampler:
         loop = self._loop = PlainLoop(
             self._plan,
             self._models if trains else None,
-            count=self._count_items,
+            count=functools.partial(self._advance, 1),
             is_new=not num_loaded,
         )
         try:
@@ -543,10 +551,6 @@ class ElasticSampler:
                 self._items.close_loader()
                 if self._num_loaded == num_loaded:
                     self._leave_loop()
-
-    def _count_items(self, num: int) -> None:
-        for _ in range(num):
-            self._advance(1)
 
     def _require_sample_for_each_rank(self) -> None:
         """Accept a plan for an evaluation: it would count a sample of weight 0 with the others."""
@@ -1011,17 +1015,3 @@ def _records_gradients() -> bool:
 
 
 _ONE_EACH = "it must yield one item for each list of indices of its batch_sampler, in order"
-
-
-def require_loader_of(sampler: object, loader: Any) -> None:
-    """Refuse a loader with another sampler, or one that changes the order, as far as it shows."""
-    if getattr(loader, "batch_sampler", sampler) is not sampler:
-        remedy = (
-            "make it with batch_sampler=sampler, and no batch_size, shuffle, sampler, drop_last"
-        )
-        raise ConfigError("batch_sampler", loader.batch_sampler, remedy)
-    if getattr(loader, "in_order", True) is not True:
-        raise ConfigError("in_order", loader.in_order, "weights go with the order: leave it True")
-    if (interval := getattr(loader, "snapshot_every_n_steps", 1)) != 1:
-        remedy = "the sampler's state is a few numbers: leave it 1"
-        raise ConfigError("snapshot_every_n_steps", interval, remedy)

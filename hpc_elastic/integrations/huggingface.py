@@ -166,6 +166,8 @@ class ElasticTraining(_Base):
     """
 
     compute_loss: Any
+    _loader: ElasticLoader
+    """Of the training that goes on."""
 
     def __init__(
         self,
@@ -186,7 +188,6 @@ class ElasticTraining(_Base):
         args.average_tokens_across_devices = False  # the weights do it, for every loss
         self._save_total_limit, args.save_total_limit = args.save_total_limit, None
         self._batch = batch
-        self._loader: ElasticLoader | None = None
         self._shares = deque[tuple[float, int | None]]()
         """Weight and number of labels of each micro-batch that is drawn and not trained."""
         self._is_loss_checked = False
@@ -271,7 +272,6 @@ class ElasticTraining(_Base):
         self, epoch_iterator: Any, num_batches: int, device: Any
     ) -> tuple[list[Any], None]:
         """Draw the micro-batches of a step, and determine their weights (collective)."""
-        assert self._loader is not None
         if self._shares:
             raise RuntimeError(
                 f"{len(self._shares)} micro-batches were drawn without their loss: compute it in "
@@ -390,27 +390,6 @@ class ElasticTraining(_Base):
             _barrier()
         super().save_model(output_dir, _internal_call)
 
-    def position(self) -> dict[str, Any]:
-        """Return the position in the data (every rank)."""
-        assert self._loader is not None
-        return self._loader.state_dict()
-
-    def on_optimizer_step(self) -> None:
-        """Count a batch as trained."""
-        assert self._loader is not None
-        self._loader.on_optimizer_step()
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps of a whole epoch."""
-        assert self._loader is not None
-        return self._loader.sampler.num_batches
-
-    def is_epoch_over(self) -> bool:
-        """Return whether the epoch has no further step."""
-        assert self._loader is not None
-        return self._loader.sampler.step % self.steps_per_epoch == 0
-
     def check_begin(self) -> dict[str, Any]:
         """Check that all ranks begin at one checkpoint; return its mark's part of the Trainer."""
         step = self.state.global_step
@@ -516,14 +495,16 @@ class _Saving(TrainerCallback):
             flow.should_training_stop = True
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self._trainer.on_optimizer_step()
+        self._trainer._loader.on_optimizer_step()
 
     def on_step_end(self, args: Any, state: Any, flow: Any, **_: Any) -> None:
         step, total = state.global_step, state.max_steps
         reporting.report(step=step, total_steps=total)
         if should_checkpoint(step, **self._period) or flow.should_training_stop:
             flow.should_save = True
-        if flow.should_save and (flow.should_training_stop or self._trainer.is_epoch_over()):
+        sampler = self._trainer._loader.sampler
+        is_epoch_over = sampler.step % sampler.num_batches == 0
+        if flow.should_save and (flow.should_training_stop or is_epoch_over):
             self._is_due, flow.should_save = True, False
         self._prepare(state, flow)
 
@@ -556,12 +537,13 @@ class _Saving(TrainerCallback):
     def on_save(self, args: Any, state: Any, flow: Any, **_: Any) -> None:
         """Commit the checkpoint, and wait here if the group changes (every rank; collective)."""
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-        mark = self._trainer.position() | {
+        loader = self._trainer._loader
+        mark = loader.state_dict() | {
             "trainer": {
                 "run": _run(),
                 "has_stopped": flow.should_training_stop,
                 "is_evaluation_due": self._is_evaluation_due,
-                "steps_per_epoch": self._trainer.steps_per_epoch,
+                "steps_per_epoch": loader.sampler.num_batches,
                 "arguments": {name: getattr(args, name) for name in _RESTORED},
             }
         }

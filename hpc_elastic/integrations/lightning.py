@@ -11,7 +11,7 @@ the position in the data, as the state of the callback. One micro-batch per rank
 Lightning counts micro-batches, and their number would differ after a restart with another number of
 workers. An epoch of Lightning is a number of steps, at which the data does not end.
 
-Each argument of the Trainer works, or is in a table below with why not and what to do.
+Each argument of the Trainer works, or is refused below, with why not and what to do.
 
 Lightning's own support of clusters does not work here (docs/howto/lightning.md): its handler of
 SIGTERM broadcasts from inside of the handler, only in the rank that received the signal, and ends
@@ -28,7 +28,7 @@ import os
 import pkgutil
 import shutil
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,7 @@ class ElasticCheckpoint(Checkpoint):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse arguments before another callback trains, and let others save and count first."""
         if stage == "fit":
-            self._refuse(trainer, _REFUSED)
+            _raise_first(_refused_arguments(trainer))
             trainer.callbacks = [*(c for c in trainer.callbacks if c is not self), self]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -153,7 +153,7 @@ class ElasticCheckpoint(Checkpoint):
         """Restore the handler of SIGTERM and the position in the data; refuse what cannot work."""
         if reporting.own_page() is not None:
             signal.signal(signal.SIGTERM, self._handler)
-        self._refuse(trainer, _REFUSED_DATA)
+        _raise_first(_refused_data(self, trainer))
         self._loaders = _train_data(trainer).flattened
         for loader in self._loaders:
             loader.is_endless = True
@@ -245,11 +245,6 @@ class ElasticCheckpoint(Checkpoint):
                 loops["epoch_loop.batch_progress"][counts]["completed"] += 1
                 begun = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
                 loops["epoch_loop.val_loop.batch_progress"][counts].update(begun)
-
-    def _refuse(self, trainer: Trainer, rows: tuple[_Row, ...]) -> None:
-        for key, find, remedy in rows:
-            if (value := find(self, trainer)) is not None:
-                raise ConfigError(key, value, remedy)
 
     def _load_positions(self) -> bool:
         """Load the positions; return whether the checkpoint had them."""
@@ -359,57 +354,13 @@ def _reloads_from_hook(trainer: Trainer) -> bool:
 # ---- what is refused ------------------------------------------------------------------------
 
 
-_Row = tuple[str, Callable[[ElasticCheckpoint, Trainer], object], str]
-"""Key, function that returns the refused value, None if there is none, and remedy."""
+_Refusal = tuple[str, object, str]
+"""Key, value and remedy."""
 
 
-def _if(is_refused: object, value: object) -> object:
-    return value if is_refused else None
-
-
-def _callback(kind: type, is_refused: Callable[[Any], bool] = lambda _: True) -> Any:
-    def find(_: ElasticCheckpoint, trainer: Trainer) -> object:
-        found = any(isinstance(c, kind) and is_refused(c) for c in trainer.callbacks)
-        return _if(found, kind.__name__)
-
-    return find
-
-
-def _slurm_environment(_: ElasticCheckpoint, trainer: Trainer) -> object:
-    environment = getattr(trainer.strategy, "cluster_environment", None)
-    is_slurm = isinstance(environment, SLURMEnvironment)
-    return _if(is_slurm and reporting.own_page() is not None, "SLURMEnvironment")
-
-
-def _devices(_: ElasticCheckpoint, trainer: Trainer) -> object:
-    num_workers = int(os.environ.get("WORLD_SIZE", trainer.world_size))
-    return _if(trainer.world_size != num_workers, trainer.world_size)
-
-
-def _draws_itself(_: ElasticCheckpoint, trainer: Trainer) -> object:
-    arguments = inspect.signature(trainer.lightning_module.training_step).parameters
-    return _if("dataloader_iter" in arguments, "dataloader_iter")
-
-
-def _other_loader(_: ElasticCheckpoint, trainer: Trainer) -> object:
-    others = [d for d in _train_data(trainer).flattened if not isinstance(d, ElasticLoader)]
-    return type(others[0]).__name__ if others else None
-
-
-def _batch_sizes(_: ElasticCheckpoint, trainer: Trainer) -> object:
-    sizes = [loader.batch_sizes for loader in _train_data(trainer).flattened]
-    return _if(len(set(sizes)) > 1, sizes)
-
-
-def _earlier_path(elastic: ElasticCheckpoint, trainer: Trainer) -> object:
-    newest = sort_by_step(elastic.directory.glob("step-*.ckpt"))[-1:]
-    is_earlier = any(int(path.stem.partition("-")[2]) > _step(trainer) for path in newest)
-    return _if(is_earlier and not trainer.fast_dev_run, str(trainer.ckpt_path))
-
-
-def _unasked_path(elastic: ElasticCheckpoint, trainer: Trainer) -> object:
-    is_unasked = reporting.own_page() is not None and not elastic._asked_for_newest
-    return _if(is_unasked, str(trainer.ckpt_path))
+def _raise_first(refusals: Iterator[_Refusal]) -> None:
+    for key, value, remedy in refusals:
+        raise ConfigError(key, value, remedy)
 
 
 _MICRO_BATCHES = (
@@ -419,85 +370,78 @@ _ONE_WEIGHT = (
     "a loss has one weight, so batches that are trained together need one size: give all samplers "
     'the same global_batch_size, and end="drop" if their numbers of samples differ'
 )
-_REFUSED: tuple[_Row, ...] = (
-    (
-        "accumulate_grad_batches",
-        lambda _, t: _if(t.accumulate_grad_batches != 1, t.accumulate_grad_batches),
-        f"leave it at 1: {_MICRO_BATCHES}",
+_CALLBACKS: dict[type, str] = {
+    StochasticWeightAveraging: (
+        "use WeightAveraging: this one draws the batches of one more epoch without training"
     ),
-    (
-        "callbacks",
-        _callback(GradientAccumulationScheduler, lambda c: max(c.scheduling.values()) > 1),
-        f"leave it out: {_MICRO_BATCHES}",
+    BatchSizeFinder: (
+        "leave it out: the batch is that of the sampler, the same for any number of workers"
     ),
-    (
-        "callbacks",
-        _callback(StochasticWeightAveraging),
-        "use WeightAveraging: this one draws the batches of one more epoch without training",
-    ),
-    (
-        "callbacks",
-        _callback(BatchSizeFinder),
-        "leave it out: the batch is that of the sampler, the same for any number of workers",
-    ),
-    (
-        "callbacks",
-        _callback(LearningRateFinder),
+    LearningRateFinder: (
         "find the rate in a script of its own: at each restart, it would train batches that the "
-        "training then misses",
+        "training then misses"
     ),
-    (
-        "overfit_batches",
-        lambda _, t: _if(t.overfit_batches > 0, t.overfit_batches),
-        "give the sampler a dataset of that many samples (torch.utils.data.Subset)",
-    ),
-    (
-        "reload_dataloaders_every_n_epochs",
-        lambda _, t: _if(_reloads_from_hook(t), t.reload_dataloaders_every_n_epochs),
-        "pass the ElasticLoader to fit(): train_dataloader() would make another one, which begins "
-        "with the first epoch",
-    ),
-    (
-        "strategy",
-        lambda _, t: _if(isinstance(t.strategy, DeepSpeedStrategy), "deepspeed"),
-        'use "ddp" or ModelParallelStrategy: its checkpoints fit one number of workers',
-    ),
-    (
-        "plugins",
-        _slurm_environment,
-        "leave it out: it describes the job of one node, and requeues it by itself",
-    ),
-    ("devices", _devices, "pass **world(): each worker would train by itself"),
-    (
-        "training_step",
-        _draws_itself,
-        "take batch instead: what a step draws by itself cannot be counted as trained",
-    ),
-)
-"""What is refused before anything is done."""
-_REFUSED_DATA: tuple[_Row, ...] = (
-    (
-        "train_dataloaders",
-        _other_loader,
-        "give ElasticLoader(DataLoader(data, batch_sampler=ElasticSampler(...))): after a restart "
-        "this one would begin its epoch anew, with other samples for each rank",
-    ),
-    ("train_dataloaders", _batch_sizes, _ONE_WEIGHT),
-    (
-        "mode",
-        lambda _, t: _if(_train_data(t)._mode == "max_size", "max_size"),
-        'give CombinedLoader(..., "max_size_cycle"), or "min_size"',
-    ),
-    (
-        "ckpt_path",
-        _earlier_path,
-        "the directory of ElasticCheckpoint has a later step: pass ckpt_path=elastic.newest(), "
-        "or elastic.newest() or the path of the first start; or give a directory of its own",
-    ),
-    (
-        "ckpt_path",
-        _unasked_path,
-        "pass ckpt_path=elastic.newest(): after a restart the training would begin anew",
-    ),
-)
-"""What is refused once the data is known."""
+}
+"""Callbacks that are refused, with the remedy."""
+
+
+def _refused_arguments(trainer: Trainer) -> Iterator[_Refusal]:
+    """Yield what is refused before anything is done."""
+    if (num := trainer.accumulate_grad_batches) != 1:
+        yield "accumulate_grad_batches", num, f"leave it at 1: {_MICRO_BATCHES}"
+    for each in trainer.callbacks:
+        if isinstance(each, GradientAccumulationScheduler) and max(each.scheduling.values()) > 1:
+            yield "callbacks", "GradientAccumulationScheduler", f"leave it out: {_MICRO_BATCHES}"
+    for kind, remedy in _CALLBACKS.items():
+        if any(isinstance(callback, kind) for callback in trainer.callbacks):
+            yield "callbacks", kind.__name__, remedy
+    if trainer.overfit_batches > 0:
+        remedy = "give the sampler a dataset of that many samples (torch.utils.data.Subset)"
+        yield "overfit_batches", trainer.overfit_batches, remedy
+    if _reloads_from_hook(trainer):
+        remedy = (
+            "pass the ElasticLoader to fit(): train_dataloader() would make another one, which "
+            "begins with the first epoch"
+        )
+        yield "reload_dataloaders_every_n_epochs", trainer.reload_dataloaders_every_n_epochs, remedy
+    if isinstance(trainer.strategy, DeepSpeedStrategy):
+        remedy = 'use "ddp" or ModelParallelStrategy: its checkpoints fit one number of workers'
+        yield "strategy", "deepspeed", remedy
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if isinstance(environment, SLURMEnvironment) and reporting.own_page() is not None:
+        remedy = "leave it out: it describes the job of one node, and requeues it by itself"
+        yield "plugins", "SLURMEnvironment", remedy
+    if trainer.world_size != int(os.environ.get("WORLD_SIZE", trainer.world_size)):
+        yield "devices", trainer.world_size, "pass **world(): each worker would train by itself"
+    arguments = inspect.signature(trainer.lightning_module.training_step).parameters
+    if "dataloader_iter" in arguments:
+        remedy = "take batch instead: what a step draws by itself cannot be counted as trained"
+        yield "training_step", "dataloader_iter", remedy
+
+
+def _refused_data(elastic: ElasticCheckpoint, trainer: Trainer) -> Iterator[_Refusal]:
+    """Yield what is refused once the data is known."""
+    data = _train_data(trainer)
+    for loader in data.flattened:
+        if not isinstance(loader, ElasticLoader):
+            remedy = (
+                "give ElasticLoader(DataLoader(data, batch_sampler=ElasticSampler(...))): after a "
+                "restart this one would begin its epoch anew, with other samples for each rank"
+            )
+            yield "train_dataloaders", type(loader).__name__, remedy
+    sizes = [loader.batch_sizes for loader in data.flattened]
+    if len(set(sizes)) > 1:
+        yield "train_dataloaders", sizes, _ONE_WEIGHT
+    if data._mode == "max_size":
+        yield "mode", "max_size", 'give CombinedLoader(..., "max_size_cycle"), or "min_size"'
+    newest = sort_by_step(elastic.directory.glob("step-*.ckpt"))[-1:]
+    is_earlier = any(int(path.stem.partition("-")[2]) > _step(trainer) for path in newest)
+    if is_earlier and not trainer.fast_dev_run:
+        remedy = (
+            "the directory of ElasticCheckpoint has a later step: pass ckpt_path=elastic.newest(), "
+            "or elastic.newest() or the path of the first start; or give a directory of its own"
+        )
+        yield "ckpt_path", str(trainer.ckpt_path), remedy
+    if reporting.own_page() is not None and not elastic._asked_for_newest:
+        remedy = "pass ckpt_path=elastic.newest(): after a restart the training would begin anew"
+        yield "ckpt_path", str(trainer.ckpt_path), remedy

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any, TypeVar
 
 import xxhash
@@ -382,16 +382,17 @@ def coverage_problem(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | Non
     if 0 in shape:
         return None
     chunks = [chunk for chunk in chunks if 0 not in chunk.sizes]
-    powers = [_Powers(2 + secrets.randbelow(_PRIME - 2)) for _ in shape]
+    bases = [2 + secrets.randbelow(_PRIME - 2) for _ in shape]
+    powers = [cache(partial(pow, base, mod=_PRIME)) for base in bases]
     total = 0
     for chunk in chunks:
         term = 1
         for power, offset, size in zip(powers, chunk.offsets, chunk.sizes, strict=True):
-            term = term * (power[offset + size] - power[offset]) % _PRIME
+            term = term * (power(offset + size) - power(offset)) % _PRIME
         total += term
     whole = 1
     for power, size in zip(powers, shape, strict=True):
-        whole = whole * (power[size] - 1) % _PRIME
+        whole = whole * (power(size) - 1) % _PRIME
     if total % _PRIME == whole:
         return None
     begins = [chunk.offsets for chunk in chunks]
@@ -400,18 +401,6 @@ def coverage_problem(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | Non
     if again is None and num_stored < math.prod(shape):
         return "has a hole: no rank wrote a part of it"
     return f"has a part that is stored twice{'' if again is None else f', at {list(again)}'}"
-
-
-class _Powers(dict[int, int]):
-    """The powers of a number modulo the prime, each computed once."""
-
-    def __init__(self, base: int) -> None:
-        super().__init__()
-        self._base = base
-
-    def __missing__(self, exponent: int) -> int:
-        self[exponent] = value = pow(self._base, exponent, _PRIME)
-        return value
 
 
 _TYPE = re.compile(r"(?:b?float|int|uint|complex|qu?int|bits)(\d+)\w*")

@@ -129,7 +129,7 @@ class Planner:
             if fqn in own:
                 mine = _held(fqn, local(tensors[fqn]), (self._rank,))
                 assert mine is not None
-                pieces.append(replace(mine.piece(), is_own=True))
+                pieces.append(replace(mine.whole, is_own=True))
                 continue
             item = _held(fqn, tensors[fqn], self._world)
             first_holders[fqn] = -1
@@ -137,17 +137,17 @@ class Planner:
                 continue
             if len(item.holders) > 1 and fqn not in first:
                 first_holders[fqn] = item.holders[0]
-            large = item.num_bytes >= SPREAD_FROM_BYTES and fqn not in first
+            large = item.whole.num_bytes >= SPREAD_FROM_BYTES and fqn not in first
             if large and self._replicated == "spread" and len(item.holders) > 1:
                 spread.setdefault(item.holders, []).append(item)
             elif item.holders[0] == self._rank:
-                pieces.append(item.piece())
+                pieces.append(item.whole)
         for holders, items in spread.items():
-            sizes = [(item.rows, item.num_bytes) for item in items]
+            sizes = [(item.num_rows, item.whole.num_bytes) for item in items]
             shares = share_rows(sizes, holders.index(self._rank), len(holders))
             for item, (begin, end) in zip(items, shares, strict=True):
                 if begin < end:
-                    pieces.append(item.piece(begin, end))
+                    pieces.append(item.rows(begin, end))
         self._plan = sorted(pieces, key=lambda piece: piece.fqn)
         self.holders = first_holders if len(self._world) > 1 else {}
         self._structure = structure
@@ -226,34 +226,28 @@ def dtype_name(dtype: torch.dtype) -> str:
 class _Held:
     """The box of a tensor that this rank holds, and all ranks that hold the same."""
 
-    fqn: str
-    shape: tuple[int, ...]
-    dtype: str
-    box: Box
+    whole: ShardPiece
     holders: tuple[int, ...]
-    num_bytes: int
 
     @property
     def _dim(self) -> int:
         """The dimension along which the box is cut: the first that has anything to cut."""
-        return next((dim for dim, size in enumerate(self.box[1]) if size > 1), 0)
+        return next((dim for dim, size in enumerate(self.whole.sizes) if size > 1), 0)
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """Number of rows that the box can be cut into."""
-        return self.box[1][self._dim] if self.box[1] else 1
+        return self.whole.sizes[self._dim] if self.whole.sizes else 1
 
-    def piece(self, begin: int = 0, end: int | None = None) -> ShardPiece:
-        """Return the rows from ``begin`` to before ``end``; all of them by default."""
-        offsets, sizes = (list(numbers) for numbers in self.box)
-        start = [0] * len(sizes)
-        if sizes and end is not None:
-            start[self._dim] = begin
-            offsets[self._dim] += begin
-            sizes[self._dim] = end - begin
-        return ShardPiece(
-            self.fqn, self.shape, self.dtype, tuple(offsets), tuple(sizes), tuple(start)
-        )
+    def rows(self, begin: int, end: int) -> ShardPiece:
+        """Return the rows from ``begin`` to before ``end``."""
+        whole, dim = self.whole, self._dim
+        offsets, sizes, start = map(list, (whole.offsets, whole.sizes, whole.start))
+        if sizes:
+            start[dim] = begin
+            offsets[dim] += begin
+            sizes[dim] = end - begin
+        return replace(whole, offsets=tuple(offsets), sizes=tuple(sizes), start=tuple(start))
 
 
 def _held(fqn: str, tensor: torch.Tensor, world: tuple[int, ...]) -> _Held | None:
@@ -285,8 +279,8 @@ def _held(fqn: str, tensor: torch.Tensor, world: tuple[int, ...]) -> _Held | Non
             at = zip(tensor.placements, coordinate, strict=True)
             ranks = mesh.mesh[tuple(slice(None) if p.is_replicate() else i for p, i in at)]
         holders = tuple(sorted(ranks.flatten().tolist()))
-    num_bytes = prod(box[1]) * tensor.dtype.itemsize
-    return _Held(fqn, tuple(tensor.shape), dtype_name(tensor.dtype), box, holders, num_bytes)
+    shape, start = tuple(tensor.shape), (0,) * tensor.dim()
+    return _Held(ShardPiece(fqn, shape, dtype_name(tensor.dtype), *box, start), holders)
 
 
 def _are_boxes(tensor: DTensor) -> bool:

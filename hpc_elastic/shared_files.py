@@ -113,6 +113,15 @@ def owner_writes(path: str, flags: int) -> int:
     return os.open(path, flags, 0o644)
 
 
+def sync_to_disk(path: Path) -> None:
+    """Have a file, or the names in a folder, survive a loss of power."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def make_folder(
     folder: Path, *, parents: bool = False, mode: int = 0o755, closed: bool = False
 ) -> None:

@@ -60,10 +60,6 @@ class RankGroup:
         token = f"p{nonce}" if token is None else f"{token}u{owner.tag(run)}"
         return cls(group.rank, group.world_size, token, run)
 
-    def broadcast_int(self, value: int) -> int:
-        """Return rank 0's value."""
-        return value if self.world_size == 1 else process_group.broadcast_row([value])[0]
-
     def broadcast_json(self, value: Any, source: int = 0) -> Any:
         """Return the value of one rank, which is plain JSON."""
         if self.world_size == 1:

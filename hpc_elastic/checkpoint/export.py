@@ -24,6 +24,7 @@ from hpc_elastic.checkpoint.resharding import read
 from hpc_elastic.checkpoint.sharding import dtype_of
 from hpc_elastic.checkpoint.state import Ref, decode
 from hpc_elastic.errors import CheckpointError, ConfigError, near_miss
+from hpc_elastic.shared_files import sync_to_disk
 from hpc_elastic.tree_codec import leaves, map_values
 
 
@@ -66,8 +67,7 @@ def export(manifest: Manifest, folder: Path, output: Path, key: str | None = Non
             mapped = torch.load(staged, mmap=True, weights_only=True, map_location="cpu")
         _collect(state, mapped, tensors)
         read(manifest, folder, tensors)
-        with staged.open("rb") as f:
-            os.fsync(f.fileno())
+        sync_to_disk(staged)
         staged.replace(output)
     # torch.save raises a RuntimeError on a full disk
     except (OSError, RuntimeError, pickle.UnpicklingError) as e:

@@ -83,7 +83,7 @@ def follow_checkpoints(
             found = max((s.steps()[0] for s in _stores(paths)), default=_NONE)
             if found <= after:
                 found = _OVER if is_over else _NONE
-        newest = group.broadcast_int(found)
+        newest = group.broadcast_json(found)
         if newest == _OVER:
             return
         if newest > after:
@@ -100,7 +100,7 @@ def follow_checkpoints(
                 yield step
                 since = time.monotonic()
                 continue
-        if group.broadcast_int(int(time.monotonic() - since > timeout_s)):
+        if group.broadcast_json(time.monotonic() - since > timeout_s):
             raise TimeoutError(
                 f"{paths.path} has no checkpoint after step {after} for {timeout_s:g} s, and no "
                 "result: `hpc-elastic status` shows why"
@@ -182,18 +182,12 @@ class Restorer:
             )
         return None
 
-    def _candidates(self) -> Iterator[tuple[int, bool]]:
-        """Yield all steps as rank 0 sees them, newest first, and whether each is in near memory."""
+    def _candidates(self) -> list[tuple[int, bool]]:
+        """Return all steps as rank 0 sees them, newest first; True: it is in near memory."""
         near = self.tier.steps() if self.tier is not None else []
-        stored = self.store.steps() if self.group.rank == 0 else []
-        count = self.group.broadcast_int(len(stored))
-        for i in range(count):
-            step = self.group.broadcast_int(stored[i] if stored else _NONE)
-            while near and near[0] > step:
-                yield near.pop(0), True
-            yield step, False
-        for step in near:
-            yield step, True
+        stored = self.group.broadcast_json(self.store.steps() if self.group.rank == 0 else [])
+        found = [*((step, False) for step in stored), *((step, True) for step in near)]
+        return sorted(found, key=lambda candidate: -candidate[0])
 
     def _find_stored(self, step: int) -> tuple[Path, Manifest] | None:
         """Return a checkpoint if all ranks, each with a share of its files, find it good."""

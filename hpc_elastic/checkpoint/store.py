@@ -37,7 +37,14 @@ from hpc_elastic.errors import (
 )
 from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import RunDir
-from hpc_elastic.shared_files import make_folder, names_in, open_file, read_text, write_atomic
+from hpc_elastic.shared_files import (
+    make_folder,
+    names_in,
+    open_file,
+    read_text,
+    sync_to_disk,
+    write_atomic,
+)
 
 _COMMIT_ATTEMPTS = 3
 LEFTOVER_AGE_S = 3600.0
@@ -112,7 +119,7 @@ class Store:
         Returns whether this one became the checkpoint. Raises CheckpointFencedError if the group is
         over, CheckpointError if the directory, or this step in it, is another run's.
         """
-        _sync_folder(staging)
+        sync_to_disk(staging)
         target, second = self.folder(manifest.step), self._second_name(manifest.step)
         for attempt in range(_COMMIT_ATTEMPTS):
             fencing.check_fence()
@@ -128,7 +135,7 @@ class Store:
             if not self._make_room(target, second, manifest, replaces):
                 self.set_aside(staging)
                 return False
-        _sync_folder(self.directory)
+        sync_to_disk(self.directory)
         if replaces:
             self.set_aside(second)
         return True
@@ -369,15 +376,6 @@ def file_problem(folder: Path, entry: FileEntry) -> str | None:
     if f"xxh3_64:{checksum}" != entry.checksum:
         return f"{path} was changed: its checksum does not match"
     return None
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a loss of power."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def remember_directory(directory: Path) -> None:

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_elastic.data import ElasticSampler
 from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.integrations.loader import ElasticLoader, sort_by_step, sync_to_disk
+from hpc_elastic.integrations.loader import ElasticLoader, sort_by_step, sync_all
 from hpc_elastic.run import fencing
 from hpc_elastic.worker import reporting
 from hpc_elastic.worker.checkpoint_trigger import Period, should_checkpoint
@@ -550,13 +550,13 @@ class _Saving(TrainerCallback):
         with reporting.busy():
             _barrier()  # all ranks have written their part
             if args.process_index == 0:
-                sync_to_disk(folder)
+                sync_all(folder)
                 fencing.check_fence()
                 staged = folder / f".{MARK}"
                 staged.write_text(json.dumps(mark))
-                sync_to_disk(staged)
+                sync_all(staged)
                 staged.rename(folder / MARK)
-                sync_to_disk(folder)
+                sync_all(folder)
                 self._trainer.remove_old_checkpoints()
             _barrier()
         self._saved_step = state.global_step

@@ -35,7 +35,7 @@ from typing import Any
 from torch import serialization
 
 from hpc_elastic.errors import ConfigError, UntrustedRunError
-from hpc_elastic.integrations.loader import ElasticLoader, sort_by_step, sync_to_disk
+from hpc_elastic.integrations.loader import ElasticLoader, sort_by_step, sync_all
 from hpc_elastic.run import fencing, ownership
 from hpc_elastic.run.directory import default_checkpoints
 from hpc_elastic.shared_files import make_folder
@@ -292,10 +292,10 @@ class ElasticCheckpoint(Checkpoint):
     def _commit(self, staged: Path, step: int) -> None:
         for path in (staged, *staged.rglob("*")):  # whatever the umask: a restart unpickles it
             path.chmod(path.stat().st_mode & ~0o022)
-        sync_to_disk(staged)
+        sync_all(staged)
         fencing.check_fence()
         staged.rename(self.directory / f"step-{step}.ckpt")
-        sync_to_disk(self.directory)
+        sync_all(self.directory)
         old = sort_by_step(self.directory.glob("step-*.ckpt"))[: -self._keep_last]
         for path in [*old, *self.directory.glob(".step-*")]:  # with what groups that ended left
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -14,7 +14,6 @@ complete checkpoint.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 from hpc_elastic.data import ElasticSampler
 from hpc_elastic.errors import ConfigError
+from hpc_elastic.shared_files import sync_to_disk
 
 
 class ElasticLoader:
@@ -93,14 +93,10 @@ class ElasticLoader:
         self.sampler.load_state_dict(state)
 
 
-def sync_to_disk(path: Path) -> None:
-    """Synchronise a file, or all files of a folder, to the disk."""
-    for file in [path, *path.rglob("*")] if path.is_dir() else [path]:
-        fd = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+def sync_all(path: Path) -> None:
+    """Synchronise a file, or a folder with all that is in it, to the disk."""
+    for file in [path, *path.rglob("*")]:
+        sync_to_disk(file)
 
 
 def sort_by_step(paths: Iterable[Path]) -> list[Path]:

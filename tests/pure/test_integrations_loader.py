@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hpc_elastic.data import ElasticSampler
 from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.integrations.loader import ElasticLoader, sort_by_step, sync_to_disk
+from hpc_elastic.integrations.loader import ElasticLoader, sort_by_step, sync_all
 
 LENGTH = 10
 
@@ -117,9 +117,7 @@ def test_flush_goes_through_folders(tmp_path, monkeypatch):
         opened[fd] = Path(path).name
         return fd
 
-    monkeypatch.setattr("hpc_elastic.integrations.loader.os.open", note_open)
-    monkeypatch.setattr(
-        "hpc_elastic.integrations.loader.os.fsync", lambda fd: flushed.append(opened[fd])
-    )
-    sync_to_disk(tmp_path / "a")
+    monkeypatch.setattr("hpc_elastic.shared_files.os.open", note_open)
+    monkeypatch.setattr("hpc_elastic.shared_files.os.fsync", lambda fd: flushed.append(opened[fd]))
+    sync_all(tmp_path / "a")
     assert sorted(flushed) == ["a", "b", "file"]

@@ -468,10 +468,10 @@ class Checkpointer:
         If there is no memory for that either, the save has no snapshot, and an error.
         """
         flat = flatten(self._state, self._options.per_rank)
-        pieces = self._planner.plan(flat.tensors, flat.first, flat.own)
-        plan, num_stepped = self._complete
-        now = pieces, len(optimizer_steps.stepped_optimizers())
-        if self._options.boundary and (pieces is not plan or now[1] != num_stepped):
+        plan = self._planner.plan(flat.tensors, flat.first, flat.own)
+        known, num_stepped = self._complete
+        now = plan, len(optimizer_steps.stepped_optimizers())
+        if self._options.boundary and (plan is not known or now[1] != num_stepped):
             forgotten.require_complete(self._state, flat.tensors.values())
             self._complete = now
         described = self._comparer.describe(flat, save.number, compare=self._compares)
@@ -481,7 +481,7 @@ class Checkpointer:
         borrow, copy = self._snapshots.borrow, self._snapshots.copy
         for take in [borrow] if blocking else [copy, borrow]:
             try:
-                save.snapshot = replace(take(flat, pieces), described=described)
+                save.snapshot = replace(take(flat, plan), described=described)
                 return blocking
             except Exception as e:
                 if not is_out_of_memory(e):
@@ -536,8 +536,7 @@ class Checkpointer:
 
     def _expected_bytes(self, flat: Flat) -> int:
         """Estimate the size of this rank's part once the optimizers have their states."""
-        pieces = self._planner.plan(flat.tensors, flat.first, flat.own)
-        planned = sum(piece.num_bytes for piece in pieces)
+        planned = self._planner.plan(flat.tensors, flat.first, flat.own).num_bytes
         whole = sum(tensor.nbytes for tensor in flat.tensors.values())
         coming = 0
         for item in self._state.values():

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from hpc_elastic.checkpoint.manifest import (
     own_name,
 )
 from hpc_elastic.checkpoint.shard_file import BLOCK_BYTES, PAGE_BYTES, BlockFile
-from hpc_elastic.checkpoint.sharding import ShardPiece, dtype_of
+from hpc_elastic.checkpoint.sharding import ShardLayout, ShardPiece
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
 from hpc_elastic.shared_files import owner_writes, read_text
 
@@ -47,21 +47,10 @@ _AMBIGUOUS = re.compile(r"__metadata__|.*\[[\d,]*\]", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class FileLayout:
-    """Where each piece stands in the file's data."""
-
-    pieces: tuple[ShardPiece, ...]
-    """In the file's order: no piece needs to be padded to be aligned, the largest come first."""
-    begins: tuple[int, ...]
-    """Bytes from the beginning of the data."""
-    num_bytes: int
-
-
-@dataclass(frozen=True)
 class HostSnapshot:
     """What a rank saves, held still: it does not change while it is written."""
 
-    layout: FileLayout
+    layout: ShardLayout
     data: Sequence[memoryview]
     """The bytes of the pieces, in their order: all in one, or one for each."""
     values: Mapping[str, Any]
@@ -75,16 +64,6 @@ class HostSnapshot:
         begin = self.layout.begins[index]
         end = begin + self.layout.pieces[index].num_bytes
         return self.data[0][begin:end] if len(self.data) == 1 else self.data[index]
-
-
-def lay_out(pieces: Iterable[ShardPiece]) -> FileLayout:
-    """Give each piece its place."""
-    ordered = sorted(pieces, key=lambda p: (-dtype_of(p.dtype).itemsize, -p.num_bytes))
-    begins, end = [], 0
-    for piece in ordered:
-        begins.append(end)
-        end += piece.num_bytes
-    return FileLayout(tuple(ordered), tuple(begins), end)
 
 
 def write_part(
@@ -187,7 +166,7 @@ def write_text(path: Path, text: str, *, sync: bool = True) -> None:
     staged.rename(path)
 
 
-def _header_of(layout: FileLayout) -> bytes:
+def _header_of(layout: ShardLayout) -> bytes:
     """Return a safetensors file up to its data."""
     header = {}
     for piece, begin in zip(layout.pieces, layout.begins, strict=True):

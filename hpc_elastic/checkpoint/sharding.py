@@ -19,7 +19,8 @@ decision:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
@@ -71,6 +72,24 @@ class ShardPiece:
         return view
 
 
+@dataclass(frozen=True)
+class ShardLayout:
+    """What this rank writes, and where each piece stands in the file's data."""
+
+    pieces: tuple[ShardPiece, ...] = ()
+    """In the file's order: no piece needs to be padded to be aligned, the largest come first."""
+    begins: tuple[int, ...] = ()
+    """Bytes from the beginning of the data."""
+    num_bytes: int = 0
+
+    @classmethod
+    def of(cls, pieces: Iterable[ShardPiece]) -> ShardLayout:
+        """Give each piece its place; those of one type and size are in the order of their names."""
+        ordered = sorted(pieces, key=lambda p: (-dtype_of(p.dtype).itemsize, -p.num_bytes, p.fqn))
+        *begins, end = itertools.accumulate((piece.num_bytes for piece in ordered), initial=0)
+        return cls(tuple(ordered), tuple(begins), end)
+
+
 class Planner:
     """Plans saves, and remembers the last plan: the structure of a state hardly ever changes.
 
@@ -91,7 +110,7 @@ class Planner:
         self._world = tuple(range(world_size))
         self._replicated = replicated
         self._structure: Hashable = None
-        self._plan: list[ShardPiece] = []
+        self._plan = ShardLayout()
         self.holders: Mapping[str, int] = {}
 
     def plan(
@@ -99,12 +118,12 @@ class Planner:
         tensors: Mapping[str, torch.Tensor],
         first: Collection[str] = (),
         own: Collection[str] = (),
-    ) -> list[ShardPiece]:
+    ) -> ShardLayout:
         """Return what this rank writes (every rank, at each save; cheap for a known structure).
 
         ``first`` are the names of tensors that the first rank writes, whatever their size; ``own``
         those that each rank has for itself, and writes as they are in memory. All others have the
-        same names on every rank (`equality` compares them). The boxes are sorted by name. Raises
+        same names on every rank (`equality` compares them). Raises
         CheckpointError, with the name, the reason and the remedy, if a tensor cannot be stored.
         """
         structure = (
@@ -148,7 +167,7 @@ class Planner:
             for item, (begin, end) in zip(items, shares, strict=True):
                 if begin < end:
                     pieces.append(item.rows(begin, end))
-        self._plan = sorted(pieces, key=lambda piece: piece.fqn)
+        self._plan = ShardLayout.of(pieces)
         self.holders = first_holders if len(self._world) > 1 else {}
         self._structure = structure
         return self._plan

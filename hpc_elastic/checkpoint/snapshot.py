@@ -14,14 +14,14 @@ import errno
 import mmap
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from hpc_elastic.checkpoint.files import FileLayout, HostSnapshot, lay_out
+from hpc_elastic.checkpoint.files import HostSnapshot
 from hpc_elastic.checkpoint.shard_file import address_of
-from hpc_elastic.checkpoint.sharding import ShardPiece
+from hpc_elastic.checkpoint.sharding import ShardLayout
 from hpc_elastic.checkpoint.state import Flat
 
 _PIECE_BYTES = 64 << 20
@@ -39,9 +39,7 @@ class Snapshots:
         """None too if the system pins no more."""
         self._lock, self._is_wanted = threading.Lock(), False
         self._warm_up: threading.Thread | None = None
-        self._pieces: Sequence[ShardPiece] | None = None
-        self._layout = FileLayout((), (), 0)
-        self._views: tuple[mmap.mmap, list[torch.Tensor]] | None = None
+        self._views: tuple[mmap.mmap, ShardLayout, list[torch.Tensor]] | None = None
 
     @property
     def num_pinned(self) -> int:
@@ -67,19 +65,18 @@ class Snapshots:
         if self._warm_up is not None:
             self._warm_up.join()
 
-    def copy(self, flat: Flat, pieces: Sequence[ShardPiece]) -> HostSnapshot:
-        """Copy the pieces; when it returns, the state may change.
+    def copy(self, flat: Flat, layout: ShardLayout) -> HostSnapshot:
+        """Copy what is planned; when it returns, the state may change.
 
         The snapshot is valid until the next call. Raises what `is_out_of_memory` detects if there
         is no memory for the buffer.
         """
-        layout = self._layout_of(pieces)
         self._is_wanted = True
         with self._lock:
             self._is_wanted = False
             memory = self._reserve(flat, layout.num_bytes)
             devices = set()
-            placed = zip(layout.pieces, layout.begins, self._views_of(memory), strict=True)
+            placed = zip(layout.pieces, layout.begins, self._views_of(memory, layout), strict=True)
             for piece, begin, to in placed:
                 source = piece.view(flat.tensors[piece.fqn])
                 if source.is_cuda:
@@ -96,11 +93,10 @@ class Snapshots:
         data = [memoryview(memory)[: layout.num_bytes]]
         return HostSnapshot(layout, data, flat.values, flat.rank_values, keep=memory)
 
-    def borrow(self, flat: Flat, pieces: Sequence[ShardPiece]) -> HostSnapshot:
+    def borrow(self, flat: Flat, layout: ShardLayout) -> HostSnapshot:
         """Return a snapshot in the state's CPU memory: it may not change until that is written."""
         if any(tensor.device.type != "cpu" for tensor in flat.tensors.values()):
-            return self.copy(flat, pieces)
-        layout = self._layout_of(pieces)
+            return self.copy(flat, layout)
         views = [piece.view(flat.tensors[piece.fqn]) for piece in layout.pieces]
         tensors = [view.resolve_conj().resolve_neg().contiguous() for view in views]
         data = [_bytes_of(tensor) for tensor in tensors]
@@ -156,19 +152,15 @@ class Snapshots:
         self._num_touched = end
         return end < size
 
-    def _layout_of(self, pieces: Sequence[ShardPiece]) -> FileLayout:
-        if pieces is not self._pieces:  # the planner keeps its list while the structure is the same
-            self._pieces, self._layout, self._views = pieces, lay_out(pieces), None
-        return self._layout
-
-    def _views_of(self, memory: mmap.mmap) -> list[torch.Tensor]:
-        if self._views is None or self._views[0] is not memory:
+    def _views_of(self, memory: mmap.mmap, layout: ShardLayout) -> list[torch.Tensor]:
+        known = self._views  # the planner keeps its plan while the structure is the same
+        if known is None or known[0] is not memory or known[1] is not layout:
             whole, views = torch.frombuffer(memory, dtype=torch.uint8), []
-            for piece, begin in zip(self._layout.pieces, self._layout.begins, strict=True):
+            for piece, begin in zip(layout.pieces, layout.begins, strict=True):
                 data = whole[begin : begin + piece.num_bytes]
                 views.append(data.view(getattr(torch, piece.dtype)).view(piece.sizes))
-            self._views = memory, views
-        return self._views[1]
+            self._views = known = memory, layout, views
+        return known[2]
 
 
 def _within_pieces(

@@ -32,8 +32,8 @@ def make(directory: Path, step: int, state: dict, world_size: int = 1) -> Path:
     flat = flatten(state)
     parts = []
     for rank in range(world_size):
-        pieces = sharding.Planner(rank, world_size).plan(flat.tensors, flat.first)
-        parts.append(write_part(folder, rank, Snapshots().copy(flat, pieces)))
+        plan = sharding.Planner(rank, world_size).plan(flat.tensors, flat.first)
+        parts.append(write_part(folder, rank, Snapshots().copy(flat, plan)))
     manifest = merge(parts, step=step, world_size=world_size, created=1e9)
     (folder / MANIFEST).write_text(manifest.to_json())
     return folder

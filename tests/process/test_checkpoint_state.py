@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions, resharding
 from hpc_elastic.checkpoint.files import write_part
 from hpc_elastic.checkpoint.manifest import merge
-from hpc_elastic.checkpoint.sharding import ShardPiece
+from hpc_elastic.checkpoint.sharding import ShardLayout, ShardPiece
 from hpc_elastic.checkpoint.snapshot import Snapshots
 from hpc_elastic.checkpoint.state import Flat
 from hpc_elastic.checkpoint.store import read_manifest
@@ -611,7 +611,7 @@ def test_names_that_look_like_those_of_pieces_are_kept_apart(tmp_path):
         *(ShardPiece(name, (2, 3), "float32", (0, 0), (2, 3), (0, 0)) for name in names[1:]),
     ]
     tensors = {name: whole + 10 * i for i, name in enumerate(names)}
-    snapshot = Snapshots().borrow(Flat(tensors=tensors), pieces)
+    snapshot = Snapshots().borrow(Flat(tensors=tensors), ShardLayout.of(pieces))
     manifest = merge([write_part(tmp_path, 0, snapshot)], step=1, world_size=1, created=0.0)
     found = {name: torch.zeros(2, 3) for name in names}
     resharding.read(manifest, tmp_path, found)

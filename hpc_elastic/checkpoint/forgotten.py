@@ -52,7 +52,9 @@ def require_complete(state: Mapping[str, object], tensors: Iterable[torch.Tensor
             )
             raise InexactError("state", sorted(state), remedy)
         is_kept = not in_kept.isdisjoint(map(id, mine)) or not memory.isdisjoint(
-            _memory_of(value) for value in _tensors_of(optimizer)
+            _memory_of(value)
+            for value in leaves(list(optimizer.state.values()))
+            if isinstance(value, torch.Tensor)
         )
         if any(found) and not is_kept and any(optimizer.state.values()):
             remedy = (
@@ -87,11 +89,6 @@ def _is_known(item: object) -> bool:
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
-
-
-def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    found = leaves(list(optimizer.state.values()))
-    return (value for value in found if isinstance(value, torch.Tensor))
 
 
 def _memory_of(tensor: torch.Tensor) -> Any:

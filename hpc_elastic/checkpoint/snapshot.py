@@ -33,18 +33,13 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._map: mmap.mmap | None = None
-        self._num_touched = self._num_pinned = 0
+        self._num_touched = self.num_pinned = 0
         """Bytes from the beginning of the buffer."""
         self._gpu: torch.device | None = None
         """None too if the system pins no more."""
         self._lock, self._is_wanted = threading.Lock(), False
         self._warm_up: threading.Thread | None = None
         self._views: tuple[mmap.mmap, ShardLayout, list[torch.Tensor]] | None = None
-
-    @property
-    def num_pinned(self) -> int:
-        """Bytes of the buffer that are pinned."""
-        return self._num_pinned
 
     def warm_up(self, flat: Flat, num_bytes: int) -> None:
         """Begin to make the buffer in the background; it ends early if the program does.
@@ -88,7 +83,7 @@ class Snapshots:
             for device in devices:
                 torch.cuda.current_stream(device).synchronize()
             self._num_touched = max(self._num_touched, layout.num_bytes)
-        if self._gpu is not None and self._num_pinned < len(memory):
+        if self._gpu is not None and self.num_pinned < len(memory):
             self._prepare()
         data = [memoryview(memory)[: layout.num_bytes]]
         return HostSnapshot(layout, data, flat.values, flat.rank_values, keep=memory)
@@ -106,11 +101,11 @@ class Snapshots:
         if self._map is not None and len(self._map) >= num_bytes:
             return self._map
         if self._map is not None:
-            for begin in range(0, self._num_pinned, _PIECE_BYTES):
+            for begin in range(0, self.num_pinned, _PIECE_BYTES):
                 _cudart().cudaHostUnregister(address_of(self._map) + begin)
         else:
             self._gpu = next((t.device for t in flat.tensors.values() if t.is_cuda), None)
-        self._map, self._num_touched, self._num_pinned = None, 0, 0
+        self._map, self._num_touched, self.num_pinned = None, 0, 0
         num_bytes = max(num_bytes, mmap.PAGESIZE)
         self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # A DataLoader's workers are forked: they would make each page a fault again.
@@ -138,11 +133,11 @@ class Snapshots:
         """Pin the next piece, or touch it; return whether there may be another one."""
         assert self._map is not None
         address, size = address_of(self._map), len(self._map)
-        if self._gpu is not None and self._num_pinned < size:
-            begin, end = self._num_pinned, min(self._num_pinned + _PIECE_BYTES, size)
+        if self._gpu is not None and self.num_pinned < size:
+            begin, end = self.num_pinned, min(self.num_pinned + _PIECE_BYTES, size)
             with torch.cuda.device(self._gpu):  # of this thread: else it has a context on GPU 0
                 if int(_cudart().cudaHostRegister(address + begin, end - begin, 0)) == 0:
-                    self._num_pinned, self._num_touched = end, max(end, self._num_touched)
+                    self.num_pinned, self._num_touched = end, max(end, self._num_touched)
                     return True
                 with contextlib.suppress(RuntimeError):  # else the next kernel raises it
                     torch.zeros(1, device=self._gpu)

@@ -92,7 +92,7 @@ class BatchDivision:
         if self.rank is not None and not 0 <= self.rank < (self.world_size or 0):
             last = (self.world_size or 0) - 1
             raise ConfigError("rank", self.rank, f"give one from 0 to {last}, below world_size")
-        self.ranks_of(0)
+        self.ranks_of(0)  # refuses too few virtual ranks
 
     def ranks_of(self, worker: int) -> range:
         """Return the ranks, its own or virtual ones, whose shares a worker computes."""

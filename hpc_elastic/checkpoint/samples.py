@@ -18,15 +18,8 @@ import xxhash
 from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
+from hpc_elastic.checkpoint import equality
 from hpc_elastic.checkpoint.collectives import RankGroup
-from hpc_elastic.checkpoint.equality import (
-    SAMPLE,
-    Described,
-    checksum_mark,
-    first_difference,
-    key_of,
-    other_tensors,
-)
 from hpc_elastic.checkpoint.sharding import Planner, dtype_name
 from hpc_elastic.checkpoint.state import Flat
 from hpc_elastic.errors import InexactError
@@ -44,7 +37,7 @@ _VALUES_BYTES = 16 << 10
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INEXACT = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types whose numbers can drift apart in replicas."""
-_NONE = SAMPLE.pack(0, 0.0, -1.0)
+_NONE = equality.SAMPLE.pack(0, 0.0, -1.0)
 
 
 class Comparer:
@@ -54,7 +47,7 @@ class Comparer:
         self._planner = planner
         self._group = group
         self._holders: Mapping[str, int] | None = None
-        self._described = Described({})
+        self._described = equality.Described({})
         self._lines: tuple[str, ...] = ()
 
     def compare_structure(self, flat: Flat) -> None:
@@ -69,15 +62,15 @@ class Comparer:
             ranks = [rank for rank, row in enumerate(rows) if row[i] != rows[0][i]]
             if not ranks:
                 continue
-            mine = first_difference(group.broadcast_json(lines), lines)
+            mine = equality.first_difference(group.broadcast_json(lines), lines)
             example = group.broadcast_json(mine, ranks[0])
             if i == 0:
                 what = f"only one of rank 0 and rank {ranks[0]} has this key: give the same to all"
             else:
-                what = other_tensors(key_of(example.rpartition(" ")[0]), ranks)
+                what = equality.other_tensors(equality.key_of(example.rpartition(" ")[0]), ranks)
             raise InexactError("state", example, what)
 
-    def describe(self, flat: Flat, number: int, *, compare: bool) -> Described | None:
+    def describe(self, flat: Flat, number: int, *, compare: bool) -> equality.Described | None:
         """Return what this rank has, after `Planner.plan`; None if it is the only rank.
 
         ``number`` is the save's, the same on every rank. ``compare``: also numbers whose turn it is
@@ -92,8 +85,10 @@ class Comparer:
             self._lines = tuple(_listing(flat, holders))
             for name, line in zip(sorted(holders), self._lines, strict=True):
                 by_key.setdefault(name.partition("/")[0], []).append(line)
-            structure = {key_of(key): f"{_checksum(lines):016x}" for key, lines in by_key.items()}
-            self._holders, self._described = holders, Described(structure)
+            structure = {
+                equality.key_of(key): f"{_checksum(lines):016x}" for key, lines in by_key.items()
+            }
+            self._holders, self._described = holders, equality.Described(structure)
         if not (is_new or compare or number % _EVERY == 0):
             return self._described
         names = sorted(holders)
@@ -102,7 +97,7 @@ class Comparer:
         tensors = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
         samples = _samples(tensors, number)
         found = dict(zip(compared, samples, strict=True))
-        return Described(
+        return equality.Described(
             self._described.structure,
             self._lines if is_new or self._group.rank == 0 else (),
             base64.b64encode(b"".join(found.get(name, _NONE) for name in names)).decode(),
@@ -124,12 +119,12 @@ def _shortened(value: Any) -> Any:
         if not isinstance(tree, list):
             return tree
         if len(tree) > _LISTED:
-            return checksum_mark(f"{_checksum([json.dumps(tree)]):016x}")
+            return equality.checksum_mark(f"{_checksum([json.dumps(tree)]):016x}")
         return [without_long_lists(element) for element in tree]
 
     short = without_long_lists(value)
     is_short = len(json.dumps(short)) <= _VALUES_BYTES
-    return short if is_short else checksum_mark(f"{_checksum([json.dumps(value)]):016x}")
+    return short if is_short else equality.checksum_mark(f"{_checksum([json.dumps(value)]):016x}")
 
 
 def _listing(flat: Flat, holders: Mapping[str, int]) -> list[str]:
@@ -203,6 +198,6 @@ def _packed(elements: torch.Tensor, lengths: NDArray[np.int64]) -> list[bytes]:
     with np.errstate(all="ignore"):
         sums = np.stack((totals, sizes), axis=1).astype("<f4").tolist()
     return [
-        SAMPLE.pack(xxhash.xxh32_intdigest(data[begin * width : end * width]), *pair)
+        equality.SAMPLE.pack(xxhash.xxh32_intdigest(data[begin * width : end * width]), *pair)
         for begin, end, pair in zip(begins.tolist(), ends.tolist(), sums, strict=True)
     ]

@@ -39,7 +39,7 @@ class Snapshots:
         """None too if the system pins no more."""
         self._lock, self._is_wanted = threading.Lock(), False
         self._warm_up: threading.Thread | None = None
-        self._views: tuple[mmap.mmap, ShardLayout, list[torch.Tensor]] | None = None
+        self._views: tuple[ShardLayout, list[torch.Tensor]] | None = None
 
     def warm_up(self, flat: Flat, num_bytes: int) -> None:
         """Begin to make the buffer in the background; it ends early if the program does.
@@ -105,7 +105,7 @@ class Snapshots:
                 _cudart().cudaHostUnregister(address_of(self._map) + begin)
         else:
             self._gpu = next((t.device for t in flat.tensors.values() if t.is_cuda), None)
-        self._map, self._num_touched, self.num_pinned = None, 0, 0
+        self._map, self._views, self._num_touched, self.num_pinned = None, None, 0, 0
         num_bytes = max(num_bytes, mmap.PAGESIZE)
         self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # A DataLoader's workers are forked: they would make each page a fault again.
@@ -149,13 +149,13 @@ class Snapshots:
 
     def _views_of(self, memory: mmap.mmap, layout: ShardLayout) -> list[torch.Tensor]:
         known = self._views  # the planner keeps its plan while the structure is the same
-        if known is None or known[0] is not memory or known[1] is not layout:
+        if known is None or known[0] is not layout:
             whole, views = torch.frombuffer(memory, dtype=torch.uint8), []
             for piece, begin in zip(layout.pieces, layout.begins, strict=True):
                 data = whole[begin : begin + piece.num_bytes]
                 views.append(data.view(getattr(torch, piece.dtype)).view(piece.sizes))
-            self._views = known = memory, layout, views
-        return known[2]
+            self._views = known = layout, views
+        return known[1]
 
 
 def _within_pieces(

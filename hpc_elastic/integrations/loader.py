@@ -95,7 +95,7 @@ class ElasticLoader:
 
 def sync_all(path: Path) -> None:
     """Synchronise a file, or a folder with all that is in it, to the disk."""
-    for file in [path, *path.rglob("*")]:
+    for file in [path, *path.rglob("*")] if path.is_dir() else [path]:
         sync_to_disk(file)
 
 

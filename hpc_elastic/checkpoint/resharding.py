@@ -5,8 +5,8 @@ metadata from our manifest, never from a pickle, and reads through `ManifestRead
 `torch.distributed.checkpoint.load` as well. Only the bytes that are needed are read, straight into
 the tensor where that is contiguous in memory.
 
-`load` of the module `state` calls, for each object of the state: `targets` (which tensors to fill:
-the present ones, or new ones for a fresh optimizer), then `read`.
+`state.Filling` calls, for each object of the state: `targets` (which tensors to fill: the present
+ones, or new ones for a fresh optimizer), then `read`.
 """
 
 from __future__ import annotations

@@ -13,16 +13,14 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.checkpoint import state as states
 from hpc_elastic.checkpoint.collectives import RankGroup
 from hpc_elastic.checkpoint.generators import derive_generators, restore_generators
 from hpc_elastic.checkpoint.manifest import Manifest
 from hpc_elastic.checkpoint.memory_tier import MemoryStore
-from hpc_elastic.checkpoint.state import RankStates
+from hpc_elastic.checkpoint.state import Filling, RankStates
 from hpc_elastic.checkpoint.store import Store, directories_of, problems_of, read_manifest
 from hpc_elastic.errors import (
     CheckpointCorruptError,
@@ -153,8 +151,11 @@ class Restorer:
     def restore(self, into: Mapping[str, Any], strict: bool, *, with_rng: bool) -> int | None:
         """Fill a state; see `Checkpointer.load_latest` (every rank; collective)."""
         tier, rank = self.tier, self.group.rank
-        needed = partial(states.files_needed, state=into, strict=strict, ranks=self.ranks)
         self.damaged.clear()
+
+        def needed(manifest: Manifest) -> set[str]:
+            return Filling.of(manifest, into, self.ranks, strict=strict).files()
+
         for step, is_near in self._candidates():
             found = tier.gather(step, needed) if tier and is_near else self._find_stored(step)
             if found is None:
@@ -222,7 +223,7 @@ class Restorer:
     ) -> None:
         error: CheckpointError | None = None
         try:
-            states.load(manifest, folder, into, strict=strict, ranks=self.ranks)
+            Filling.of(manifest, into, self.ranks, strict=strict).load(folder)
         except CheckpointError as e:
             error = e
         except Exception as e:  # whatever it is: the other ranks wait for the vote

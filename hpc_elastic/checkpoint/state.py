@@ -93,24 +93,6 @@ class Flat:
 
 
 @dataclass(frozen=True)
-class _Filling:
-    """What is to be filled from a checkpoint, and with what."""
-
-    items: dict[str, Any]
-    """The objects, by key."""
-    trees: dict[str, Any]
-    """What was saved of them, with a `Ref` for each tensor."""
-    present: Flat
-    """What they are now."""
-    tensors: dict[str, torch.Tensor]
-    """To be filled: present ones, or new ones for a fresh optimizer."""
-    into: dict[str, torch.Tensor]
-    """The same, as they are read: of a tensor that this rank has for itself, what is in memory."""
-    manifest: Manifest
-    """Of the checkpoint, as this rank has it."""
-
-
-@dataclass(frozen=True)
 class RankStates:
     """How states that each rank has for itself are restored on this rank of the present group."""
 
@@ -192,92 +174,97 @@ def flatten(state: Mapping[str, object], per_rank: Container[str] = ()) -> Flat:
     return flat
 
 
-def load(
-    manifest: Manifest,
-    folder: Path,
-    state: Mapping[str, object],
-    *,
-    strict: bool,
-    ranks: RankStates,
-) -> None:
-    """Fill a state from a checkpoint, in place (every rank; no communication).
+@dataclass(frozen=True)
+class Filling:
+    """What is to be filled from a checkpoint, and with what."""
 
-    If not strict, what only one of the two has is left alone, with a warning. Raises
-    CheckpointError, with the key, if the checkpoint does not fit: part of the state may be filled.
-    """
-    filling = _prepare(manifest, state, strict=strict, ranks=ranks)
-    twins = _twins(filling.into)
-    spare = {name: torch.empty_like(filling.into[name]) for name in twins}
-    resharding.read(filling.manifest, folder, {**filling.into, **spare})
-    for name, twin in twins.items():
-        if not torch.equal(_bits(spare[name]), _bits(filling.into[twin])):
-            raise CheckpointError(
-                f"{name} and {twin} are one tensor now, but have different numbers in the "
-                f"checkpoint of step {manifest.step}: make the model as it was saved, without "
-                "tying them"
+    items: dict[str, Any]
+    """The objects, by key."""
+    trees: dict[str, Any]
+    """What was saved of them, with a `Ref` for each tensor."""
+    present: Flat
+    """What they are now."""
+    tensors: dict[str, torch.Tensor]
+    """To be filled: present ones, or new ones for a fresh optimizer."""
+    into: dict[str, torch.Tensor]
+    """The same, as they are read: of a tensor that this rank has for itself, what is in memory."""
+    manifest: Manifest
+    """Of the checkpoint, as this rank has it."""
+
+    @classmethod
+    def of(
+        cls, manifest: Manifest, state: Mapping[str, object], ranks: RankStates, *, strict: bool
+    ) -> Filling:
+        """Compare a checkpoint with a state; CheckpointError, with the key, if it does not fit.
+
+        If not strict, what only one of the two has is left alone, with a warning.
+        """
+        missing = sorted(set(state) - set(manifest.values))
+        unknown = sorted(set(manifest.values) - set(state))
+        if missing or unknown:
+            only = [
+                f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'} only in {where}"
+                for where, keys in (("the state", missing), ("the checkpoint", unknown))
+                if keys
+            ]
+            message = f"checkpoint of step {manifest.step}: {'; '.join(only)}"
+            if strict:
+                raise CheckpointError(
+                    f"{message}: give the same keys, or CheckpointOptions(strict=False)"
+                )
+            _log.log(logging.WARNING if missing else logging.INFO, "%s: left alone", message)
+        items = {key: state[key] for key in state if key in manifest.values}
+        present = flatten(items)
+        renamed: dict[str, str] = {}
+        trees = {
+            key: _with_present_names(
+                decode(ranks.value(manifest, key, item)), decode(present.values[key]), renamed
             )
+            for key, item in items.items()
+        }
+        source = ranks.source(manifest)
+        mine = manifest.of_rank(source, renamed)
+        own = {renamed.get(name, name) for name in manifest.own_names(source)}
+        wanted: dict[str, torch.Tensor] = {}
+        for key, item in items.items():
+            like: Mapping[str, torch.Tensor] = {}
+            if isinstance(item, torch.optim.Optimizer):
+                like = resharding.like_parameters(item, trees[key], tree_codec.escape(key))
+            names = [ref.fqn for ref in tree_codec.leaves(trees[key]) if isinstance(ref, Ref)]
+            wanted |= resharding.targets(mine, names, present.tensors, like, own)
+        into = {name: local(tensor) if name in own else tensor for name, tensor in wanted.items()}
+        return cls(items, trees, present, wanted, into, mine)
 
-    def filled(ref: Any) -> Any:
-        if not isinstance(ref, Ref):
-            return ref
-        if ref in filling.present.leaves:
-            return filling.present.leaves[ref]
-        tensor = filling.tensors[ref.fqn]
-        if ref.kind == "parameter":
-            trainable = tensor.is_floating_point() or tensor.is_complex()
-            return torch.nn.Parameter(tensor, requires_grad=trainable)
-        return tensor if ref.kind == "tensor" else tensor.numpy()
+    def files(self) -> set[str]:
+        """Return the files that `load` reads on this rank."""
+        return resharding.files_needed(self.manifest, self.into)
 
-    for key, item in filling.items.items():
-        _fill(key, item, tree_codec.map_values(filling.trees[key], filled))
+    def load(self, folder: Path) -> None:
+        """Fill the state in place (no communication); an error may leave it half filled."""
+        twins = _twins(self.into)
+        spare = {name: torch.empty_like(self.into[name]) for name in twins}
+        resharding.read(self.manifest, folder, {**self.into, **spare})
+        for name, twin in twins.items():
+            if not torch.equal(_bits(spare[name]), _bits(self.into[twin])):
+                raise CheckpointError(
+                    f"{name} and {twin} are one tensor now, but have different numbers in the "
+                    f"checkpoint of step {self.manifest.step}: make the model as it was saved, "
+                    "without tying them"
+                )
 
+        def filled(ref: Any) -> Any:
+            if not isinstance(ref, Ref):
+                return ref
+            if ref in self.present.leaves:
+                return self.present.leaves[ref]
+            tensor = self.tensors[ref.fqn]
+            if ref.kind == "parameter":
+                trainable = tensor.is_floating_point() or tensor.is_complex()
+                return torch.nn.Parameter(tensor, requires_grad=trainable)
+            return tensor if ref.kind == "tensor" else tensor.numpy()
 
-def files_needed(
-    manifest: Manifest, state: Mapping[str, object], *, strict: bool, ranks: RankStates
-) -> set[str]:
-    """Return the files that `load` would read on this rank; raises what it does."""
-    filling = _prepare(manifest, state, strict=strict, ranks=ranks)
-    return resharding.files_needed(filling.manifest, filling.into)
-
-
-def _prepare(
-    manifest: Manifest, state: Mapping[str, object], *, strict: bool, ranks: RankStates
-) -> _Filling:
-    missing = sorted(set(state) - set(manifest.values))
-    unknown = sorted(set(manifest.values) - set(state))
-    if missing or unknown:
-        only = [
-            f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'} only in {where}"
-            for where, keys in (("the state", missing), ("the checkpoint", unknown))
-            if keys
-        ]
-        message = f"checkpoint of step {manifest.step}: {'; '.join(only)}"
-        if strict:
-            raise CheckpointError(
-                f"{message}: give the same keys, or CheckpointOptions(strict=False)"
-            )
-        _log.log(logging.WARNING if missing else logging.INFO, "%s: left alone", message)
-    items = {key: state[key] for key in state if key in manifest.values}
-    present = flatten(items)
-    renamed: dict[str, str] = {}
-    trees = {
-        key: _with_present_names(
-            decode(ranks.value(manifest, key, item)), decode(present.values[key]), renamed
-        )
-        for key, item in items.items()
-    }
-    source = ranks.source(manifest)
-    mine = manifest.of_rank(source, renamed)
-    own = {renamed.get(name, name) for name in manifest.own_names(source)}
-    wanted: dict[str, torch.Tensor] = {}
-    for key, item in items.items():
-        like: Mapping[str, torch.Tensor] = {}
-        if isinstance(item, torch.optim.Optimizer):
-            like = resharding.like_parameters(item, trees[key], tree_codec.escape(key))
-        names = [ref.fqn for ref in tree_codec.leaves(trees[key]) if isinstance(ref, Ref)]
-        wanted |= resharding.targets(mine, names, present.tensors, like, own)
-    into = {name: local(tensor) if name in own else tensor for name, tensor in wanted.items()}
-    return _Filling(items, trees, present, wanted, into, mine)
+        for key, item in self.items.items():
+            _fill(key, item, tree_codec.map_values(self.trees[key], filled))
 
 
 def _twins(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

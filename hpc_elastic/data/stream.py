@@ -389,11 +389,14 @@ class _Lane:
 
     def __init__(self, number: int, epoch: _Epoch) -> None:
         self._number, self._epoch = number, epoch
-        self._reader = _Reader(epoch)
         self._begin = epoch.layout.lane_begin(number)
         self._window = range(0)
         self._order: list[int] = []
         self._held: dict[int, Any] = {}
+        self._samples: Iterator[Any] | None = None
+        """The rest of the open shard."""
+        self._shard = self._next = -1
+        """The shard, and the sample of the epoch's sequence that is read next."""
 
     def get(self, before: int) -> Any:
         """Return the sample with a number of samples before it in this lane's order."""
@@ -406,47 +409,37 @@ class _Lane:
         wanted = self._begin + self._order[before - self._window.start]
         if wanted not in self._held:
             # Read up to it, from the window's first sample unless those before are held.
-            reader, first = self._reader, self._begin + self._window.start
-            if not first <= reader.next <= wanted:
-                reader.seek(first)
+            first = self._begin + self._window.start
+            if not first <= self._next <= wanted:
+                self._seek(first)
                 self._held = {}
-            while reader.next <= wanted:
-                number = reader.next
-                self._held[number] = reader.read()
+            while self._next <= wanted:
+                number = self._next
+                self._held[number] = self._read()
         return self._held.pop(wanted)
 
-
-class _Reader:
-    """Reads the sequence of an epoch forwards, from the sample ``next`` on (-1 before `seek`)."""
-
-    def __init__(self, epoch: _Epoch) -> None:
-        self._epoch = epoch
-        self._samples: Iterator[Any] | None = None
-        self._shard = -1
-        self.next = -1
-
-    def seek(self, number: int) -> None:
+    def _seek(self, number: int) -> None:
         """Move to a sample, by reading on in an open shard or by opening the shard there."""
         shard = bisect_right(self._epoch.begins, number) - 1
-        if self._samples is None or shard != self._shard or number < self.next:
-            self._samples, self.next = None, number
-        while self.next < number:
-            self.read()
+        if self._samples is None or shard != self._shard or number < self._next:
+            self._samples, self._next = None, number
+        while self._next < number:
+            self._read()
 
-    def read(self) -> Any:
+    def _read(self) -> Any:
         """Return the next sample; raise ValueError if the shard has another length than given."""
         begins = self._epoch.begins
         if self._samples is None:
-            self._shard = bisect_right(begins, self.next) - 1
-            shard, start = self._epoch.shards[self._shard], self.next - begins[self._shard]
+            self._shard = bisect_right(begins, self._next) - 1
+            shard, start = self._epoch.shards[self._shard], self._next - begins[self._shard]
             self._samples = iter(self._epoch.read(shard, start))
         try:
             sample = next(self._samples)
         except StopIteration:
-            problem = f"ended before sample {self.next - begins[self._shard]}"
+            problem = f"ended before sample {self._next - begins[self._shard]}"
             raise ValueError(self._wrong_length(problem)) from None
-        self.next += 1
-        if self.next == begins[self._shard + 1]:
+        self._next += 1
+        if self._next == begins[self._shard + 1]:
             if next(self._samples, self) is not self:
                 raise ValueError(self._wrong_length("has more samples"))
             self._samples = None

@@ -86,7 +86,6 @@ def make_state(gib: float, tensor_mib: float) -> dict[str, torch.Tensor]:
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Return the seconds that something takes."""
     begin = time.perf_counter()
     action()
     return time.perf_counter() - begin
@@ -116,8 +115,6 @@ def restores(restore: Callable[[], object], folder: Path) -> tuple[float, float]
 
 
 def measure_floors(state: State, buffers: State, folder: Path, times: Times) -> None:
-    """Copy, write and read the same bytes."""
-
     def note(name: str, what: str, seconds: float) -> None:
         times.setdefault((name, what), []).append(seconds)
 
@@ -146,7 +143,6 @@ def clean(folder: Path) -> None:
 
 
 def run(args: argparse.Namespace, folder: Path) -> Times:
-    """Let all ways take turns."""
     state = make_state(args.gib, args.tensor_mib)
     buffers = floors.touched(state)
     ways = {name: make(state) for name, make in WAYS.items() if name in args.ways}
@@ -178,7 +174,6 @@ def comparisons(state: State, repeats: int) -> list[float]:
 
 
 def table(times: Times, args: argparse.Namespace) -> Table:
-    """Return all ways, and the floors."""
     names = dict.fromkeys(name for name, _ in times)
     rows = tuple(
         (name, *(figure(times.get((name, what), [])) for what in COLUMNS)) for name in names
@@ -214,7 +209,6 @@ def result(
     slowed: list[training.Slowdown],
     args: argparse.Namespace,
 ) -> Result:
-    """Return the tables, and hold the ratios against the targets."""
     found = list(ratios(times)) if "ours" in args.ways else []
     untold = tuple((what, Figure(value)) for what, value, bound in found if bound is None)
     tables = [table(times, args)]
@@ -236,7 +230,6 @@ def result(
 
 
 def main() -> None:
-    """Measure, and print."""
     parser = options(__doc__, repeats=7)
     parser.add_argument("--gib", type=float, default=1.0, help="size of the state")
     parser.add_argument("--tensor-mib", type=float, default=64.0, help="size of each tensor")

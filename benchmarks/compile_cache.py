@@ -85,7 +85,6 @@ def measure() -> list[float]:
 
 
 def main() -> None:
-    """Print the table."""
     given = options(__doc__, repeats=3).parse_args()
     taken = list(zip(*(measure() for _ in range(given.repeats)), strict=True))
     rows = tuple((name, figure(list(s))) for name, s in zip(STARTS, taken, strict=True))

@@ -101,11 +101,6 @@ ABOUT = About(
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """Return what is to be done.
-
-    Raises:
-        SystemExit: torchft is to be measured and is not installed.
-    """
     libraries = [library for library in (OURS, PEER) if args.only in (None, library)]
     if PEER in libraries and not is_installed(PEER):
         raise SystemExit(
@@ -118,7 +113,6 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def main() -> None:
-    """Measure, and print."""
     parser = options(__doc__, repeats=5)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(USUAL_PARTS))
     parser.add_argument("--worlds", nargs="+", type=int, default=[2, 3, 4], help="replicas")
@@ -142,7 +136,6 @@ def main() -> None:
 
 
 def result(rows: Sequence[Row], settings: Settings, stolen: float) -> Result:
-    """Return all rows, and hold ours against the targets."""
     version = package_version(PEER) if PEER in settings.libraries else None
     return Result(
         about=ABOUT,

@@ -93,7 +93,6 @@ def replay(
     stop: threading.Event,
     minutes: float,
 ) -> Replay:
-    """Play the other jobs on a sandbox, and train."""
     seen = Replay(contestant.label)
     with tempfile.TemporaryDirectory(prefix="full-cluster-") as folder:
         Path(folder, "plan.json").write_text(json.dumps({"work": WORK_NODE_S}))
@@ -105,7 +104,6 @@ def replay(
 def rows(
     replays: Sequence[Replay], jobs: Sequence[OtherJob], length_s: float
 ) -> list[tuple[Cell, ...]]:
-    """Return one line for each contestant at one load."""
     submitted = [job.submitted_s for job in jobs]
     found: list[tuple[Cell, ...]] = []
     for seen in replays:
@@ -126,7 +124,6 @@ def rows(
 
 
 def targets(load: float, replays: Sequence[Replay], jobs: Sequence[OtherJob]) -> list[Target]:
-    """Return what is aimed at, with what was seen."""
     mine = next((seen for seen in replays if seen.contestant == OURS), None)
     if mine is None:
         return []
@@ -151,7 +148,6 @@ def targets(load: float, replays: Sequence[Replay], jobs: Sequence[OtherJob]) ->
 
 
 def main() -> None:
-    """Measure, then print the table and the verdict."""
     parser = options(__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument(

@@ -92,7 +92,6 @@ class Measurement:
 
     @property
     def goodput(self) -> float:
-        """The share of the undisturbed rate."""
         return self.account.goodput(self.undisturbed)
 
 
@@ -121,13 +120,11 @@ def measure(peer: Peer, sandbox: SlurmSandbox, minutes: float, train_s: float) -
 
 @contextlib.contextmanager
 def new_folder(parent: str | None = None) -> Iterator[Path]:
-    """Make a folder that goes at the end."""
     with tempfile.TemporaryDirectory(prefix="goodput-", dir=parent) as name:
         yield Path(name)
 
 
 def wait_for_all(folder: Path, train_s: float) -> None:
-    """Wait until all nodes have trained together for so long."""
     deadline = time.monotonic() + PATIENCE_S + train_s
     while time.monotonic() < deadline:
         whole = [g for g in read_groups(folder)[-1:] if g.world_size == NUM_NODES and g.steps]
@@ -139,7 +136,6 @@ def wait_for_all(folder: Path, train_s: float) -> None:
 
 
 def result(measured: Sequence[Measurement], *, together: bool) -> Result:
-    """Return one line for each peer, and hold ours against the target."""
     parts = tuple(Column(name, ".1%") for name in measured[0].account.parts)
     columns = (
         Column(""), Column("of undisturbed", ".1%"), Column("undisturbed, samples/s", ".2f"),
@@ -167,12 +163,10 @@ def _row(m: Measurement) -> tuple[str | Figure, ...]:
 
 
 def as_json(measured: Sequence[Measurement]) -> str:
-    """Return all that was measured."""
     return json.dumps([{"goodput": m.goodput, **asdict(m)} for m in measured], indent=1) + "\n"
 
 
 def config(name: str, nfs: str = "") -> SandboxConfig:
-    """Return the settings of a sandbox."""
     return SandboxConfig(name=name, nodes=NUM_NODES, nfs=nfs)
 
 
@@ -194,7 +188,6 @@ def measurements(field: Sequence[Peer], given: argparse.Namespace) -> Iterator[M
 
 
 def main() -> None:
-    """Measure, then print the table and the verdict."""
     given = parse()
     field = {name: peers(given.settings)[name] for name in given.peers}
     measured: list[Measurement] = []
@@ -211,7 +204,6 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Return the options."""
     parser = options(__doc__)
     parser.add_argument(
         "--minutes", type=float, default=TRACE_S / 60, help="the trace is stretched to this"

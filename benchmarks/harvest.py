@@ -97,11 +97,9 @@ class Log:
 
     @cache  # noqa: B019 - of two logs at most
     def read(self) -> holes.Holes:
-        """Return its spans."""
         return holes.make() if self.path is None else holes.read(self.path)
 
     def slots(self, hour: float, nodes: int, shape: Shape, duration_s: float) -> list[Slot]:
-        """Return the slots of a run that starts in an hour."""
         found = self.read().from_hour(hour, duration_s)
         return before(fill(found, nodes, shape, random.Random(hour)), duration_s)
 
@@ -157,7 +155,6 @@ def shares(log: Log, nodes: int, duration_s: float, hour: float) -> dict[str, Sh
 
 
 def share(account: Account, slots: Sequence[Slot], duration_s: float) -> Share:
-    """Return what an account has of some slots."""
     return Share(account.trained_s, account.held(slots, duration_s), account.num_queries)
 
 
@@ -250,7 +247,6 @@ def share_tables(found: Mapping[int, Sequence[Mapping[str, Shares]]]) -> list[Ta
 
 
 def share_targets(found: Mapping[int, Sequence[Mapping[str, Shares]]]) -> list[Target]:
-    """Hold ours against the aims."""
     targets = []
     aims = (("small", OURS, SMALL_AIM), ("large", OURS_FT, LARGE_AIM), ("large", OURS, LARGE_AIM))
     for model, name, aim in aims:
@@ -263,7 +259,6 @@ def share_targets(found: Mapping[int, Sequence[Mapping[str, Shares]]]) -> list[T
 
 
 def query_target(found: Mapping[int, Sequence[Mapping[str, Shares]]], hours: float) -> Target:
-    """Hold the queries of Slurm against the project's bound."""
     per_minute = max(
         sum(run[model][OURS].num_queries for run in runs) / len(runs) / (60 * hours)
         for runs in found.values()
@@ -273,7 +268,6 @@ def query_target(found: Mapping[int, Sequence[Mapping[str, Shares]]], hours: flo
 
 
 def work_table(found: Mapping[int, Sequence[Mapping[str, float]]]) -> Table:
-    """Return the hours that the work takes."""
     names = (OURS, TORCHRUN_TUNED.name, NVRX.name, TORCHRUN.name, CHAIN)
     columns = [Column("")]
     for nodes in found:
@@ -291,7 +285,6 @@ def work_table(found: Mapping[int, Sequence[Mapping[str, float]]]) -> Table:
 
 
 def work_targets(found: Mapping[int, Sequence[Mapping[str, float]]]) -> list[Target]:
-    """Hold ours against the aims."""
     return [
         Target(
             f"{nodes} nodes x 10 h of work, median", WORK_AIMS_H[nodes],
@@ -321,7 +314,6 @@ def plain_table(caption: str, found: Sequence[Mapping[str, Shares]]) -> Table:
 
 
 def log_table(used: holes.Holes) -> Table:
-    """Compare the log that is used with the real one."""
     columns = (
         Column("log"), Column("spans: median, min", ".1f"), Column("mean", ".1f"),
         Column("90 %", ".0f"), Column("99 %", ".0f"),
@@ -341,7 +333,6 @@ def log_table(used: holes.Holes) -> Table:
 
 
 def draw(log: Log, hour: float, nodes: int, hours: float, path: Path) -> None:
-    """Draw a run of ours."""
     slots = log.slots(hour, nodes, "qos", 3600 * hours)
     account = ElasticRun(slots, rules(nodes), Costs(), Script(), seed=1).run(3600 * hours)
     ahead = log.read().from_hour(hour, 3600 * hours)
@@ -352,7 +343,6 @@ T = TypeVar("T")
 
 
 def main() -> None:
-    """Measure, then print the tables and the verdict."""
     given = parse()
     log = Log(given.holes)
     end_h = log.read().duration_s / 3600
@@ -407,7 +397,6 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Return the command line's options."""
     parser = options(__doc__)
     parser.add_argument("--holes", type=Path, help="log of a real machine; default: a made one")
     parser.add_argument("--starts", type=int, default=100, help="random hours")
@@ -421,7 +410,6 @@ def parse() -> argparse.Namespace:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Return the numbers in a text ``A,B,C``."""
     return tuple(map(int, text.split(",")))
 
 

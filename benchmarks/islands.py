@@ -52,11 +52,9 @@ ABOUT = About(
 class Outcome:
     """What came of one run.
 
-    Attributes:
-        goodput: Counted steps per second, of all four together.
-        faults: Number of faults.
-        held_up: Share of the time for which files held up the steps; None: synchronous.
-        beside: Share of the time for which the thread beside was busy.
+    ``goodput``: counted steps per second, of all four together. ``held_up``: share of the time for
+    which files held up the steps, None if synchronous; ``beside``: for which the thread beside was
+    busy.
     """
 
     goodput: float
@@ -66,7 +64,6 @@ class Outcome:
 
 
 def measure(mode: str, faulty: bool, seconds: float, every_s: float, seed: int) -> Outcome:
-    """Run one crew for a while."""
     with tempfile.TemporaryDirectory(prefix="islands-") as name:
         folder = Path(name)
         lighthouse = None
@@ -120,7 +117,6 @@ def counted(folder: Path) -> float:
 
 
 def result(measured: Sequence[tuple[str, bool, Outcome]], repeats: int) -> Result:
-    """Return one line for each case, and hold the islands against the targets."""
     ideal = len(NAMES) / STEP_S
     columns = (
         Column(""), Column("faults", ".0f"), Column("counted steps per s", ".1f"),
@@ -169,7 +165,6 @@ def result(measured: Sequence[tuple[str, bool, Outcome]], repeats: int) -> Resul
 
 
 def main() -> None:
-    """Measure, then print the table and the verdict."""
     given = parse()
     progress = Console(stderr=True, highlight=False)
     measured = []
@@ -182,7 +177,6 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Return the options."""
     parser = options(__doc__, repeats=3)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each run")
     parser.add_argument("--every-s", type=float, default=20.0, help="from fault to fault")

@@ -52,7 +52,6 @@ _OWNER, _OTHER = "node1", "node2"
 
 
 def main() -> int:
-    """Do what the command line says; return the exit code."""
     given = parse()
     refuse()
     began = time.monotonic()
@@ -86,7 +85,6 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """Return the options."""
     parser = options(__doc__)
     parser.add_argument(
         "--mounts", nargs="+", default=MOUNTS, metavar="OPTIONS", help="as in nfs(5)"
@@ -148,7 +146,6 @@ def tick_table(ticks: list[tuple[str, dict[str, list[int]]]]) -> Table:
 
 
 def run_table(reports: list[runs.Report]) -> Table:
-    """Return the figures of all runs, and whether each held what it has to."""
     names = list(dict.fromkeys(name for report in reports for name in report.figures))
     rows: list[tuple[Cell, ...]] = [
         (name, *(Figure(r.figures[name]) if name in r.figures else "" for r in reports))

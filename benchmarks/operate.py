@@ -50,7 +50,6 @@ ABOUT = About(
 
 
 def main() -> None:
-    """Measure, then print the tables and the verdicts."""
     given = parse()
     plan = Plan(given.nodes, given.days, given.faults)
     tables: list[Table] = []
@@ -74,7 +73,6 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Return the options."""
     parser = options(__doc__, repeats=5)
     parser.add_argument("--parts", type=among(PARTS), default=list(PARTS), metavar="A,B")
     parser.add_argument("--nodes", type=int, default=16)

@@ -115,7 +115,6 @@ def measure(case: str, peer: Peer, sandbox: SlurmSandbox, train_s: float) -> Mea
 
 
 def result(measured: Sequence[Measurement], repeats: int, other: Named) -> Result:
-    """Return one line for each case and peer, and hold ours against the targets."""
     columns = (
         Column("fault"), Column("", ""), Column("total", ".2f"), Column("pause", ".2f"),
         Column("steps repeated", ".0f"), Column("nodes", ""),
@@ -190,7 +189,6 @@ def targets(case: str, group: Sequence[Measurement]) -> list[Target]:
 
 
 def main() -> None:
-    """Measure, then print the table and the verdict."""
     given = parse()
     found = peers(given.settings, given.nvrx)
     names = given.peers or [*PEERS, *(["nvrx"] if given.nvrx else [])]
@@ -214,7 +212,6 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Return the options."""
     parser = options(__doc__, repeats=3)
     parser.add_argument("--cases", type=among(CASES), default=list(CASES), metavar="A,B")
     known = peers({}, "ft_launcher")

@@ -75,7 +75,6 @@ class Ours:
 
 
 def measure(size: int) -> Ours:
-    """Form a group of our agents, and form it again after a loss."""
     with (
         tempfile.TemporaryDirectory(prefix="rendezvous-scale-") as name,
         side(leading.lead, size, Path(name)) as leader,
@@ -120,7 +119,6 @@ def measure_all(given: argparse.Namespace) -> tuple[dict[int, list[Ours]], Peers
 
 
 def result(ours: Mapping[int, Sequence[Ours]], peers: Peers, given: argparse.Namespace) -> Result:
-    """Return one line for each size, and hold ours against the targets."""
     columns = (
         Column("N"), Column("ours, s", ".3f"), Column("leader's CPU, s", ".3f"),
         Column("messages/agent", ".2f"), Column("bytes/agent", ".0f"),
@@ -204,7 +202,6 @@ def targets(ours: Mapping[int, Sequence[Ours]], peers: Peers, limit_s: float) ->
 
 
 def main() -> None:
-    """Measure, then print the table and the verdict."""
     given = parse()
     ours, peers = measure_all(given)
     if given.samples:
@@ -217,7 +214,6 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Return the options."""
     parser = options(__doc__, repeats=3)
     parser.add_argument("--sizes", type=_sizes, default=SIZES, metavar="N,N")
     parser.add_argument("--skip-peer", action="store_true", help="measure ours only")

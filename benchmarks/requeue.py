@@ -76,7 +76,6 @@ class Back:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for something to happen on the sandbox."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         if time.monotonic() > deadline:
@@ -118,7 +117,6 @@ def _running_since(jobs: Mapping[str, Candidate]) -> dict[str, float]:
 
 
 def measure(repeats: int, for_s: float) -> dict[str, list[Back]]:
-    """Start the jobs once, and preempt them again and again."""
     nodes = [f"node{n}" for n in range(1, len(CANDIDATES) + 1)]
     backs: dict[str, list[Back]] = {name: [] for name in CANDIDATES}
     with tempfile.TemporaryDirectory(prefix="requeue-") as name:
@@ -142,7 +140,6 @@ def measure(repeats: int, for_s: float) -> dict[str, list[Back]]:
 
 
 def result(backs: Mapping[str, list[Back]], for_s: float, repeats: int) -> Result:
-    """Return one line for each candidate, and hold ours against the target."""
     columns = (Column(""), Column("runs, s", ".1f"), Column("begins, s", ".1f"))
     rows = tuple(
         (name, figure([b.runs_s for b in measured]), figure([b.begins_s for b in measured]))
@@ -159,7 +156,6 @@ def result(backs: Mapping[str, list[Back]], for_s: float, repeats: int) -> Resul
 
 
 def main() -> None:
-    """Print the table."""
     parser = options(__doc__, repeats=5)
     parser.add_argument("--for-s", type=float, default=20.0, help="how long the nodes are taken")
     parser.add_argument("--samples", type=Path, metavar="FILE", help="write the single figures")

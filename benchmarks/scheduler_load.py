@@ -93,14 +93,7 @@ exec {program} "$@"
 
 @dataclass(frozen=True)
 class Calls:
-    """What was called in some time.
-
-    Attributes:
-        name: What happened.
-        per_minute: Commands.
-        most: Which commands, and how often.
-        requests: That slurmctld counted, a minute.
-    """
+    """What was called in some time: commands a minute, how often which, requests to slurmctld."""
 
     name: str
     per_minute: float
@@ -124,12 +117,9 @@ class Counter:
         self.env = {"PATH": f"{programs}:{os.environ['PATH']}"}
 
     def during(self, name: str, seconds: float, *, since: float | None = None) -> Calls:
-        """Return what is called from now on for so long.
+        """Return what is called from now on for so long: the mean of its minutes.
 
-        Args:
-            name: Of what happens.
-            seconds: How long; the mean of its minutes is returned.
-            since: Unix time: the busiest minute from then on is returned instead.
+        With ``since`` (Unix time) the busiest minute from then on instead.
         """
         began, asked = time.time(), self._requests()
         time.sleep(seconds)
@@ -153,7 +143,6 @@ class Counter:
 
 
 def main() -> None:
-    """Measure, then print the tables and the verdicts."""
     given = parse()
     rows: list[tuple[str | Figure, ...]] = []
     targets: list[Target] = []
@@ -247,7 +236,6 @@ def of_sweep(sandbox: SlurmSandbox, num_runs: int) -> Calls:
 
 
 def start(folder: Path, counter: Counter, *overrides: str) -> subprocess.Popen[bytes]:
-    """Start the script's launcher."""
     (folder / "script.py").write_text(SCRIPT)
     argv = [sys.executable, "script.py", "-m", "+launcher=slurm", "hydra.sweep.dir=runs"]
     with (folder / "output").open("wb") as output:
@@ -258,7 +246,6 @@ def start(folder: Path, counter: Counter, *overrides: str) -> subprocess.Popen[b
 
 
 def end(launcher: subprocess.Popen[bytes], sandbox: SlurmSandbox) -> None:
-    """End the launcher and all jobs."""
     launcher.terminate()  # whoever runs in the background may have SIGINT ignored
     launcher.wait(PATIENCE_S)
     sandbox.heal_all()
@@ -271,7 +258,6 @@ def events(run: Path, kind: str) -> list[dict[str, object]]:
 
 
 def until(condition: Callable[[], object], what: str) -> None:
-    """Wait for something to happen on the sandbox."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         if time.monotonic() > deadline:
@@ -280,7 +266,6 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Return the options."""
     parser = options(__doc__)
     parser.add_argument(
         "--sizes", type=lambda text: [int(n) for n in text.split(",")], default=[16, 32],

@@ -84,7 +84,6 @@ class Measured:
 
 
 def measure(given: argparse.Namespace, measured: Measured, say: Console) -> None:
-    """Measure all parts that were asked for."""
     pair = [part for part in given.parts if part not in ("operations", "goodput")]
     with scratch() as folder:
         if pair:
@@ -104,7 +103,6 @@ def measure(given: argparse.Namespace, measured: Measured, say: Console) -> None
 
 @contextlib.contextmanager
 def places(sandbox: str, folder: Path) -> Iterator[list[Place]]:
-    """Bring both sandboxes up, and down at the end."""
     with (
         place_of(LOCAL, f"{sandbox}_local", folder / "local") as local,
         place_of(NFS, f"{sandbox}_nfs", folder / "nfs") as nfs,
@@ -185,7 +183,6 @@ def result(measured: Measured, parts: Sequence[str], repeats: int) -> Result:
 
 
 def main() -> None:
-    """Measure, then print the tables and the verdicts."""
     given = parse()
     measured = Measured()
     try:
@@ -195,7 +192,6 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Return the options."""
     parser = options(__doc__, repeats=3)
     parser.add_argument("--parts", type=among(PARTS), default=list(PARTS), metavar="A,B")
     parser.add_argument(

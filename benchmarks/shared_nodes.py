@@ -169,7 +169,6 @@ def error_percent(curve: Callable[[int], float], seed: int) -> float:
 
 
 def main() -> None:
-    """Simulate, then print the tables and the verdict."""
     parser = options(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--hours", type=float, default=3.0, help="of each of eight runs, on a node")
@@ -177,7 +176,6 @@ def main() -> None:
 
 
 def result(given: argparse.Namespace) -> Result:
-    """Return the tables and the targets."""
     seeds = range(given.seeds)
     held, rows = {True: [0.0], False: [0.0]}, []
     for name, nodes in SWEEPS.items():

@@ -79,7 +79,6 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """Return the command line's options."""
     parser = options(__doc__)
     parser.add_argument("--schedules", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
@@ -98,7 +97,6 @@ def parse() -> argparse.Namespace:
 
 
 def show(simulator: Simulator, seed: int) -> int:
-    """Run one schedule and print all that happens in it."""
     sim = simulator(seed, whole_trace=True)
     complaint = None
     try:
@@ -151,7 +149,6 @@ def result(total: Total, wall_s: float, processes: int) -> Result:
 
 
 def of_rounds(total: simulation.Outcome) -> dict[str, float]:
-    """Return what is counted in schedules of the rendezvous."""
     return {
         "schedules": total.schedules,
         "virtual hours": round(total.virtual_s / 3600, 1),
@@ -178,7 +175,6 @@ def of_rounds(total: simulation.Outcome) -> dict[str, float]:
 
 
 def of_quorums(total: ft.Outcome) -> dict[str, float]:
-    """Return what is counted in schedules of the quorum."""
     return {
         "schedules": total.schedules,
         "virtual hours": round(total.virtual_s / 3600, 1),
@@ -203,7 +199,6 @@ def of_quorums(total: ft.Outcome) -> dict[str, float]:
 
 
 def of_submissions(total: submission.Outcome) -> dict[str, float]:
-    """Return what is counted in schedules of submissions."""
     return {
         "schedules": total.schedules,
         "calls of Slurm": total.events,

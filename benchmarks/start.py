@@ -74,12 +74,10 @@ def first_line(out: Path) -> float:
 
 
 def ours(folder: Path) -> list[str]:
-    """Return our command."""
     return [sys.executable, str(folder / "script.py"), "+launcher=slurm", "nodes=1:4"]
 
 
 def torchrun(folder: Path, conf: str) -> list[str]:
-    """Return torchrun's command."""
     run = [
         "srun", "--ntasks-per-node=1", str(peer.TORCHRUN), "--nnodes=1:4", "--nproc-per-node=1",
         "--rdzv-backend=c10d", "--rdzv-endpoint=$(scontrol show hostnames | head -n1):29400",
@@ -90,7 +88,6 @@ def torchrun(folder: Path, conf: str) -> list[str]:
 
 
 def measure(make: Callable[[Path], list[str]], repeats: int) -> list[float]:
-    """Return the seconds of each repeat."""
     taken = []
     for _ in range(repeats):
         with tempfile.TemporaryDirectory(prefix="start-") as name:
@@ -115,7 +112,6 @@ def idle() -> None:
 
 
 def main() -> None:
-    """Print the table."""
     given = options(__doc__, repeats=3).parse_args()
     candidates = {
         OURS: ours,
@@ -138,7 +134,6 @@ def main() -> None:
 
 
 def keep_busy(num_nodes: int) -> None:
-    """Give nodes to a job that stays."""
     sleep = ["--exclusive", "-o", "/dev/null", "--chdir=/", "--wrap", "sleep 3600"]
     subprocess.run(["sbatch", f"-N{num_nodes}", *sleep], check=True, stdout=subprocess.DEVNULL)
 

@@ -63,7 +63,6 @@ def measure(kind: str) -> tuple[float, float, float, float, int, int, int]:
 
 
 def connect_all(kind: str, where: flooded.Where, first: int) -> tuple[float, float]:
-    """Return the longest connect in seconds, and connects a second."""
     longest, began = 0.0, time.perf_counter()
     for number in range(first, first + NUM_PEERS):
         since = time.perf_counter()
@@ -73,7 +72,6 @@ def connect_all(kind: str, where: flooded.Where, first: int) -> tuple[float, flo
 
 
 def main() -> None:
-    """Measure, then print the table and the verdict."""
     parser = options(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()

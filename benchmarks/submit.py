@@ -145,11 +145,7 @@ def contestants(num_runs: int, num_nodes: int) -> list[Contestant]:
 
 
 def submit(contestant: Contestant, sandbox: SlurmSandbox, folder: Path) -> Timing:
-    """Submit once from an empty folder, check that the queue holds what it should, and empty it.
-
-    Raises:
-        RuntimeError: The submission failed, or is not the one that was to be measured.
-    """
+    """Submit once from an empty folder, check that the queue holds what it should, and empty it."""
     launch_s = folder / "launch_s"
     (folder / "script.py").write_text(SCRIPT)
     env = {**os.environ, **sandbox.env, "LAUNCH_S": str(launch_s)}
@@ -168,7 +164,6 @@ def submit(contestant: Contestant, sandbox: SlurmSandbox, folder: Path) -> Timin
 
 
 def check_queue(contestant: Contestant, sandbox: SlurmSandbox) -> None:
-    """Refuse a measurement of something else than the sweep."""
     queued = sandbox.run(["squeue", "--array", "--noheader", "--format=%D"]).stdout.split()
     expected = [str(contestant.nodes_per_entry)] * contestant.num_entries
     if queued != expected:
@@ -223,7 +218,6 @@ def _cells(rounds: list[Timing], floor_s: float) -> list[Cell]:
 
 
 def main() -> None:
-    """Measure, then print the table and the verdict."""
     parser = options(__doc__, repeats=3)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--nodes", type=int, default=4)

@@ -104,8 +104,6 @@ CONFIG = "x: 1.0\nreport: false\nfolder: ???\n"
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way of running the study."""
-
     name: str
     num_jobs: int
     is_ours: bool = True
@@ -113,11 +111,9 @@ class Contestant:
 
     @property
     def label(self) -> str:
-        """Its row in the table."""
         return f"{self.name}, n_jobs={self.num_jobs}"
 
     def argv(self, python: Path, num_trials: int) -> list[str]:
-        """Return its command."""
         common = [
             "x=interval(0.0,10.0)", f"hydra.sweeper.n_trials={num_trials}",
             f"hydra.sweeper.n_jobs={self.num_jobs}", "hydra.sweep.dir=sweep",
@@ -145,14 +141,7 @@ CONTESTANTS = {
 
 @dataclass(frozen=True)
 class Timing:
-    """One study.
-
-    Attributes:
-        total_s: Seconds of the whole command.
-        busy: Share of the nodes' time in which trials slept.
-        num_done: Trials that were not pruned.
-        load: Load of the machine at its end.
-    """
+    """One study; ``busy`` is the share of the nodes' time in which trials slept."""
 
     total_s: float
     busy: float
@@ -189,11 +178,7 @@ def peer_python() -> Path:
 def run_study(
     contestant: Contestant, python: Path, num_trials: int, sandbox: SlurmSandbox
 ) -> Timing:
-    """Run one study on a sandbox that is free, in a folder of its own.
-
-    Raises:
-        RuntimeError: It failed, or is not the one that was to be measured.
-    """
+    """Run one study on a sandbox that is free, in a folder of its own."""
     with tempfile.TemporaryDirectory(prefix="sweep-") as name:
         folder = Path(name)
         (folder / "script.py").write_text(SCRIPT)
@@ -221,7 +206,6 @@ def run_study(
 
 
 def result(timings: Mapping[str, list[Timing]], given: argparse.Namespace) -> Result:
-    """Return one line for each contestant, and hold ours against the target."""
     columns = (
         Column(""), Column("all done, s", ".0f"), Column("nodes busy, %", ".0f"),
         Column("trials to their end", ".0f"),
@@ -265,7 +249,6 @@ def result(timings: Mapping[str, list[Timing]], given: argparse.Namespace) -> Re
 
 
 def main() -> None:
-    """Measure, then print the table and the verdict."""
     parser = options(__doc__, repeats=3)
     parser.add_argument("--trials", type=int, default=64)
     parser.add_argument(

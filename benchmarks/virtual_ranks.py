@@ -66,7 +66,6 @@ Times = dict[str, list[float]]
 
 
 def network(width: int, hidden: int) -> nn.Module:
-    """Return an MLP with dropout."""
     layers = [nn.Linear(width, hidden), nn.ReLU(), nn.Dropout(0.1), nn.Linear(hidden, hidden)]
     return nn.Sequential(*layers, nn.ReLU(), nn.Linear(hidden, width))
 
@@ -122,8 +121,6 @@ def work(rank: int, num_workers: int, repeats: int, folder: str) -> None:
 
 
 def rows(num_workers: int, times: Times) -> list[tuple]:
-    """Return the row of each way."""
-
     def ratio(way: str, other: str):
         return figure([a / b for a, b in zip(times[way], times[other], strict=True)])
 
@@ -138,7 +135,6 @@ def rows(num_workers: int, times: Times) -> list[tuple]:
 
 
 def main() -> None:
-    """Measure, then print the tables."""
     given = parse()
     with tempfile.TemporaryDirectory(prefix="virtual-ranks-") as folder:
         found: dict[int, dict[str, Times]] = {}
@@ -157,7 +153,6 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Return the options."""
     return options(__doc__, repeats=25).parse_args()
 
 

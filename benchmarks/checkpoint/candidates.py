@@ -63,7 +63,6 @@ class TorchSave:
         self._state = state
 
     def save(self, folder: Path) -> float:
-        """All of it at once."""
         begin = time.perf_counter()
         folder.mkdir()
         torch.save(self._state, folder / "state.pt")
@@ -79,7 +78,6 @@ class DcpSave(TorchSave):
     """`torch.distributed.checkpoint.save`, which syncs its files."""
 
     def save(self, folder: Path) -> float:
-        """All of it at once."""
         begin = time.perf_counter()
         save(self._state, checkpoint_id=folder)
         return time.perf_counter() - begin

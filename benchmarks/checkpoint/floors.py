@@ -35,7 +35,6 @@ def copy_by_torch(tensors: dict[str, torch.Tensor], to: dict[str, torch.Tensor])
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return a tensor's memory."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 

@@ -50,13 +50,11 @@ class Slowdown:
 
     @property
     def target(self) -> Target:
-        """At most five per cent slower."""
         value = 100 * statistics.median(self.slower) if self.slower else None
         why = "" if self.slower else "all rounds were disturbed"
         return Target("steps beside a save: slower by", MOST_SLOWER, value, "%", why=why)
 
     def row(self) -> tuple[Cell, ...]:
-        """Return its line of the table."""
         slower = figure([100 * share for share in self.slower]) or "all rounds disturbed"
         left_out = f"{len(self.saves_s) - len(self.slower)} of {len(self.saves_s)}"
         steps = Figure(1000 * statistics.median(self.steps_s)) if self.steps_s else ""
@@ -64,7 +62,6 @@ class Slowdown:
 
 
 def table(slowed: list[Slowdown]) -> Table:
-    """Return who slowed the steps by how much."""
     columns = (
         Column("saved by"), Column("steps, ms", ".1f"), Column("slower by, %", "+.1f"),
         Column("a save takes, s", ".1f"), Column("rounds left out"),
@@ -73,7 +70,6 @@ def table(slowed: list[Slowdown]) -> Table:
 
 
 def slowdown(state: State, folder: Path, rounds: int) -> list[Slowdown]:
-    """Time the steps of a training, alone and beside saves."""
     steps = training()
     with Checkpointer({"state": state}, folder / "steps", keep_last=1) as c:
         ours = measured("ours", steps, our_saves(c), rounds)
@@ -81,7 +77,6 @@ def slowdown(state: State, folder: Path, rounds: int) -> list[Slowdown]:
 
 
 def measured(name: str, steps: Iterator[float], begin: Begin, rounds: int) -> Slowdown:
-    """Time rounds of steps alone and beside a save."""
     found = Slowdown(name, [], [], [])
     for number in range(1, rounds + 1):
         before, stolen_before = segment(steps, lambda: False)
@@ -108,7 +103,6 @@ def segment(steps: Iterator[float], is_over: IsIdle) -> tuple[list[float], float
 
 
 def our_saves(c: Checkpointer) -> Begin:
-    """Return how we save."""
     c.save(0, urgent=True)
 
     def begin(number: int) -> IsIdle:
@@ -119,8 +113,6 @@ def our_saves(c: Checkpointer) -> Begin:
 
 
 def dcp_saves(state: State, folder: Path) -> Begin:
-    """Return how torch.distributed.checkpoint saves."""
-
     def begin(number: int) -> IsIdle:
         shutil.rmtree(folder / str(number - 2), ignore_errors=True)
         return _saving(state, folder / str(number)).done
@@ -135,7 +127,7 @@ def _saving(state: State, folder: Path) -> Future[Any]:
 
 
 def training() -> Iterator[float]:
-    """Make steps; give the seconds of each."""
+    """Make steps; yield the seconds of each."""
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     data = torch.randn(256, 512)

@@ -17,7 +17,6 @@ PACKAGES = ("torch", "submitit", "hydra-core", "hydra-submitit-launcher", "torch
 
 
 def machine() -> dict[str, str]:
-    """Return what the machine is, for people."""
     memory_gib = psutil.virtual_memory().total / (1 << 30)
     return {
         "cores": str(len(os.sched_getaffinity(0))),

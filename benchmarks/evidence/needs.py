@@ -17,13 +17,7 @@ _LOOK_UP_S = 1.0
 
 @dataclass(frozen=True)
 class Need:
-    """Something that has to be there.
-
-    Attributes:
-        name: What.
-        is_met: Whether it is.
-        remedy: What brings it.
-    """
+    """Something that has to be there, and what brings it."""
 
     name: str
     is_met: Callable[[], bool]

@@ -17,19 +17,13 @@ _WORDS = {True: "met", False: "**missed**", None: "not known"}
 
 @dataclass(frozen=True)
 class Section:
-    """One benchmark on the page.
-
-    Attributes:
-        record: What is known of it.
-        question: What it asks, for one that was never measured.
-    """
+    """One benchmark on the page; its question is shown if it was never measured."""
 
     record: Record
     question: str
 
     @property
     def title(self) -> str:
-        """Its heading."""
         result = self.record.result
         return result.about.title if result else self.record.name
 
@@ -49,14 +43,12 @@ class Section:
 
 
 def standing(targets: Sequence[Target]) -> str:
-    """Return how many targets are met and missed."""
     counts = {met: sum(t.met is met for t in targets) for met in (True, False, None)}
     said = [f"{num} {_WORDS[met]}" for met, num in counts.items() if num]
     return ", ".join(said) or "no target"
 
 
 def as_markdown(table: Table) -> str:
-    """Return a table as GitHub's Markdown has it."""
     names = [_escaped(column.name) for column in table.columns]
     rows = [[_escaped(text) for text in row] for row in table.texts()]
     rule = ["---:" if table.is_figures(n) else "---" for n in range(len(names))]
@@ -73,22 +65,15 @@ def spoken(facts: dict[str, str]) -> str:
 
 
 def of_machine(facts: dict[str, str]) -> str:
-    """Return a machine in words."""
     told = [f"{value} cores" if name == "cores" else value for name, value in facts.items()]
     return ", ".join(told)
 
 
 def minutes(seconds: float) -> str:
-    """Return a length of time in words."""
     return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
 def page(sections: Sequence[Section]) -> str:
-    """Return the text of RESULTS.md.
-
-    Args:
-        sections: All benchmarks that there are, in order, measured or not.
-    """
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True, autoescape=False,

@@ -17,17 +17,9 @@ from evidence.result import Result
 
 @dataclass(frozen=True)
 class Taken:
-    """The circumstances of a measurement.
+    """The circumstances of a measurement; None: not known.
 
-    Attributes:
-        date: As ISO 8601 has it.
-        command: What was run, from the top of the clone.
-        machine: See `machine.machine`.
-        versions: See `machine.versions`.
-        load_before: The load when it began; None: not known.
-        load_after: The load when it ended.
-        took_s: How long it took.
-        transcribed: Where figures were taken over from that were not written by ``run_all``.
+    `transcribed`: where figures were taken over from that were not written by ``run_all``.
     """
 
     date: str
@@ -42,8 +34,6 @@ class Taken:
 
 @dataclass(frozen=True)
 class Failure:
-    """A benchmark that did not end well, or could not begin."""
-
     date: str
     why: str
 
@@ -68,17 +58,12 @@ class Record:
         return replace(self, failure=failure)
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything."""
         result = None if self.result is None else self.result.as_json()
         return {**asdict(self), "result": result}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Record:
-        """Return what `as_json` was given.
-
-        Raises:
-            ValueError: It is no record.
-        """
+        """Return what `as_json` was given; ValueError: it is no record."""
         try:
             return cls(
                 name=raw["name"],
@@ -91,16 +76,11 @@ class Record:
 
 
 def path_of(name: str, folder: Path) -> Path:
-    """Return the file of a benchmark."""
     return folder / f"{name}.json"
 
 
 def read(name: str, folder: Path) -> Record:
-    """Return what is known of a benchmark; nothing but its name if there is no file.
-
-    Raises:
-        SystemExit: The file can not be read as one.
-    """
+    """Return what is known of a benchmark; nothing but its name if there is no file."""
     path = path_of(name, folder)
     try:
         return Record.from_json(json.loads(path.read_text()))
@@ -111,7 +91,6 @@ def read(name: str, folder: Path) -> Record:
 
 
 def write(record: Record, folder: Path) -> None:
-    """Replace the file of a benchmark."""
     folder.mkdir(parents=True, exist_ok=True)
     path = path_of(record.name, folder)
     staged = path.with_suffix(".new")

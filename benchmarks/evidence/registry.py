@@ -17,14 +17,8 @@ HERE = Path(__file__).resolve().parents[1]
 class Benchmark:
     """One section of the results.
 
-    Attributes:
-        name: Of the section, and of its file.
-        script: Beside `run_all`.
-        arguments: As the figures are taken.
-        quick: Further arguments with which one sees in a short time that it works.
-        minutes: About how long it takes.
-        needs: What has to be there.
-        repeats: Whether it knows ``--repeats``.
+    `quick`: further arguments with which one sees in a short time that it works; `minutes`: about
+    how long it takes; `repeats`: whether it knows ``--repeats``.
     """
 
     name: str
@@ -42,17 +36,10 @@ class Benchmark:
         return (ast.get_docstring(tree) or "").partition("\n")[0]
 
     def options(self, *, quick: bool, repeats: int | None) -> list[str]:
-        """Return its arguments.
-
-        Args:
-            quick: See that it works, no more.
-            repeats: Instead of its own number, where it has one.
-        """
         found = shlex.split(self.arguments) + (shlex.split(self.quick) if quick else [])
         return [*found, "--repeats", str(repeats)] if repeats and self.repeats else found
 
     def missing(self) -> list[Need]:
-        """Return what it needs and is not there."""
         return [need for need in self.needs if not need.is_met()]
 
 
@@ -115,11 +102,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
 
 
 def chosen(names: Sequence[str] | None) -> list[Benchmark]:
-    """Return those of these names, in the order of the page; all if there are none.
-
-    Raises:
-        SystemExit: There is none of a name.
-    """
+    """Return those of these names, in the order of the page; all if there are none."""
     known = [benchmark.name for benchmark in BENCHMARKS]
     unknown = sorted(set(names or ()) - set(known))
     if unknown:
@@ -134,7 +117,6 @@ def unmet(benchmarks: Iterable[Benchmark]) -> dict[str, list[Need]]:
 
 
 def lines(missing: dict[str, list[Need]]) -> list[str]:
-    """Say what is missing, and what to do."""
     return [
         f"{name} needs {need.name}: {need.remedy}"
         for name, needs in missing.items()

@@ -27,14 +27,7 @@ SEVERAL = 2.0
 
 @dataclass(frozen=True)
 class Figure:
-    """What was measured once or several times.
-
-    Attributes:
-        median: Of all samples, or the only one.
-        lowest: None where it is not known.
-        highest: The same.
-        num: How many samples; None where it is not known.
-    """
+    """What was measured once or several times; None where it is not known."""
 
     median: float
     lowest: float | None = None
@@ -42,11 +35,7 @@ class Figure:
     num: int | None = None
 
     def text(self, spec: str) -> str:
-        """Return the median, and the range if there is one.
-
-        Args:
-            spec: How each number is formatted, such as ``.2f``.
-        """
+        """Return the median, and the range if there is one; ``spec`` is such as ``.2f``."""
         middle = format(self.median, spec)
         if self.num == 1 or self.lowest is None or self.highest is None:
             return middle
@@ -100,13 +89,9 @@ class Table:
 class Target:
     """What was aimed at.
 
-    Attributes:
-        what: Of which figure.
-        bound: The value is to be at most this; at least, if ``more_is_better``.
-        value: What was measured; None: it could not be.
-        unit: Of both.
-        why: Why there is no value.
-        failed: There is no value because what was to be measured did not come about: it is missed.
+    The value is to be at most the bound, or at least, if ``more_is_better``. It is None if it could
+    not be measured (``why``); ``failed``: because what was to be measured did not come about, so
+    that it is missed.
     """
 
     what: str
@@ -126,18 +111,15 @@ class Target:
 
     @property
     def aim(self) -> str:
-        """The target in words."""
         side = "at least" if self.more_is_better else "at most"
         return f"{side} {self.bound:.4g} {self.unit}".rstrip()
 
     @property
     def measured(self) -> str:
-        """What was measured, in words."""
         return "" if self.value is None else f"{_number(self.value)} {self.unit}".rstrip()
 
     @property
     def verdict(self) -> str:
-        """Whether it is met, and by how much."""
         if self.value is None:
             word = "missed" if self.failed else "not known"
             return f"{word}: {self.why}" if self.why else word
@@ -163,10 +145,7 @@ def _number(value: float) -> str:
 class Peer:
     """Somebody else who does the same work.
 
-    Attributes:
-        name: As in the table.
-        version: None where it was not measured.
-        why: Why it was not measured; or how, if there is more to say.
+    The version is None where it was not measured: ``why`` tells the reason, or else how it was.
     """
 
     name: str
@@ -175,7 +154,6 @@ class Peer:
 
     @property
     def text(self) -> str:
-        """The peer in words."""
         if self.version is None:
             return f"{self.name}: not measured, {self.why}"
         return f"{self.name} {self.version}" + (f" ({self.why})" if self.why else "")
@@ -183,13 +161,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class About:
-    """What a benchmark says about itself, whatever comes of it.
-
-    Attributes:
-        title: Its heading.
-        measured: What is measured, and how; plain sentences.
-        does_not_show: What nobody should conclude from its figures.
-    """
+    """What a benchmark says about itself, whatever comes of it."""
 
     title: str
     measured: str
@@ -198,11 +170,7 @@ class About:
 
 @dataclass(frozen=True)
 class Result:
-    """All that came of one benchmark; see this module's docstring.
-
-    Attributes:
-        repeats: How often each figure was measured, unless a row says otherwise.
-    """
+    """All that came of one benchmark; ``repeats`` hold unless a row says otherwise."""
 
     about: About
     tables: tuple[Table, ...]
@@ -218,11 +186,7 @@ class Result:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Result:
-        """Return what `as_json` was given.
-
-        Raises:
-            ValueError: It is no result.
-        """
+        """Return what `as_json` was given; ValueError: it is no result."""
         try:
             about = raw["about"]
             return cls(

@@ -31,13 +31,7 @@ _REMEMBERED = 50
 
 
 def run(benchmark: Benchmark, options: Sequence[str], folder: Path) -> Record:
-    """Measure, write the record of it, and return that.
-
-    Args:
-        benchmark: Which one.
-        options: Its arguments.
-        folder: Of the records.
-    """
+    """Measure, write the record of it, and return that."""
     before = record.read(benchmark.name, folder)
     with tempfile.TemporaryDirectory(prefix="run-all-") as name:
         file = Path(name, "result.json")
@@ -94,7 +88,6 @@ def _now() -> str:
 
 
 def write_page(folder: Path, file: Path) -> None:
-    """Write the page from all records of a folder."""
     sections = [Section(record.read(b.name, folder), b.question) for b in registry.BENCHMARKS]
     file.write_text(page(sections))
 
@@ -109,7 +102,6 @@ def listing(benchmarks: Iterable[Benchmark]) -> str:
 
 
 def measure(given: argparse.Namespace, folder: Path, file: Path) -> int:
-    """Measure what was chosen; return the exit code."""
     benchmarks = registry.chosen(given.only)
     missing = registry.unmet(benchmarks)
     for line in registry.lines(missing):
@@ -136,7 +128,6 @@ def measure(given: argparse.Namespace, folder: Path, file: Path) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what the command line says; return the exit code."""
     given = parse(argv)
     if given.list:
         print(listing(registry.chosen(given.only)))
@@ -153,7 +144,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options."""
     parser = argparse.ArgumentParser(
         description="Run all benchmarks, one after the other, and write benchmarks/RESULTS.md.",
         epilog="Exit codes: 0 all were measured; 1 some failed; 2 something that is needed is "

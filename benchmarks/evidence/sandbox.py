@@ -15,9 +15,7 @@ from slurm_sandbox import SandboxConfig, SlurmSandbox
 def sandbox_of(config: SandboxConfig, *, enter: bool = False) -> Iterator[SlurmSandbox]:
     """Bring a sandbox up, and down again at the end, or when SIGTERM comes.
 
-    Args:
-        config: Its name, its nodes.
-        enter: Whether commands of this process and of its children speak to it from now on.
+    ``enter``: commands of this process and of its children speak to it from now on.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:

@@ -18,12 +18,7 @@ _COLOUR = {True: "green", False: "red", None: "yellow"}
 
 
 def options(docstring: str | None, *, repeats: int | None = None) -> argparse.ArgumentParser:
-    """Return a benchmark's parser, with the options that all have.
-
-    Args:
-        docstring: The benchmark's own; its first line is the description.
-        repeats: How often it measures by default; None: it has no such option.
-    """
+    """Return a benchmark's parser, with the options that all have; None: it does not repeat."""
     parser = argparse.ArgumentParser(description=(docstring or "").partition("\n")[0])
     if repeats is not None:
         parser.add_argument("--repeats", type=int, default=repeats)
@@ -61,7 +56,6 @@ def present(result: Result, given: argparse.Namespace) -> None:
 
 
 def rich_table(table: Table) -> RichTable:
-    """Return a table for the terminal."""
     made = RichTable(title=table.caption)
     for number, column in enumerate(table.columns):
         made.add_column(column.name, justify="right" if table.is_figures(number) else "left")

@@ -19,15 +19,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def clients(driver: Lines, library: str, *, address: str, names: list[str], ranks: int = 1) -> None:
-    """Ask for a quorum with all clients at once, each time when the driver says so.
-
-    Args:
-        driver: The driver.
-        library: Whose clients.
-        address: Of the lighthouse.
-        names: Of the replica groups, one client each.
-        ranks: Workers in each group.
-    """
+    """Ask for a quorum with all clients at once, each time when the driver says so."""
     if library == OURS:
         asyncio.run(_our_rounds(driver, address, names, ranks))
     else:

@@ -37,13 +37,7 @@ class Step:
 
 @dataclass
 class Member:
-    """A worker.
-
-    Attributes:
-        events: What it told, but for steps.
-        steps: Its steps, the failed ones too.
-        gone: Its connection has ended.
-    """
+    """A worker; ``events`` are what it told but for steps, of which failed ones count too."""
 
     name: str
     log: Path
@@ -55,12 +49,10 @@ class Member:
     started: float = 0.0
 
     def tell(self, order: dict[str, Any]) -> None:
-        """Send it a message."""
         assert self.lines is not None, f"{self.name} has not connected"
         self.lines.send(order)
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
         os.kill(self.pid, number)
 
     def first(self, key: str) -> Any | None:
@@ -69,23 +61,16 @@ class Member:
 
     @property
     def commits(self) -> list[Step]:
-        """Its committed steps."""
         return [s for s in self.steps if s.committed]
 
     @property
     def error(self) -> str | None:
-        """What it crashed with."""
         found: str | None = self.first("error")
         return found
 
 
 class Crew:
-    """Starts workers and listens to them. One thread; nothing is read but in `wait`.
-
-    Attributes:
-        folder: Where logs and sockets are.
-        members: Those started and not ended, by name.
-    """
+    """Starts workers and listens to them. One thread; nothing is read but in `wait`."""
 
     def __init__(self, folder: Path, tasks: str = "ft.worker") -> None:
         self.folder = folder
@@ -122,16 +107,11 @@ class Crew:
         return True
 
     def need(self, done: Done, what: str, timeout_s: float = PATIENCE_S) -> None:
-        """Listen until it is done.
-
-        Raises:
-            RuntimeError: it was not in that time; with the last lines of the workers' logs.
-        """
+        """Listen until it is done; RuntimeError: it was not in time, with the ends of the logs."""
         if not self.wait(done, timeout_s):
             raise RuntimeError(f"{what}: not within {timeout_s:g} s\n{self.last_words()}")
 
     def listen(self, seconds: float) -> None:
-        """Listen for so long."""
         self.wait(lambda: False, seconds)
 
     def last_words(self) -> str:
@@ -143,7 +123,6 @@ class Crew:
         return "\n".join(words)
 
     def end(self, *members: Member) -> None:
-        """Kill workers, and forget them."""
         for member in members:
             if not member.gone and member.pid:
                 with contextlib.suppress(ProcessLookupError):
@@ -153,7 +132,6 @@ class Crew:
             self.members.pop(member.name, None)
 
     def close(self) -> None:
-        """End everybody."""
         self.end(*self.members.values())
         for process in self._processes:
             process.kill()

@@ -53,12 +53,7 @@ def killed_groups(settings: Settings) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class Hit:
-    """A fault of one replica: the number of replicas, and the defaults of the lighthouse.
-
-    Attributes:
-        ranks: Workers of each replica.
-        num_hit: How many of one replica's get the signal.
-    """
+    """A fault of one replica: of its ``ranks`` workers ``num_hit`` get the signal."""
 
     part: str
     number: signal.Signals

@@ -34,7 +34,6 @@ tensors in place, too."""
 
 
 def measure(settings: Settings) -> Iterator[Row]:
-    """Heal by all ways in turns."""
     num_bytes = GB if not settings.quick else GB // 20
     rates: dict[str, list[float]] = {name: [] for name in WAYS}
     with crew() as people:

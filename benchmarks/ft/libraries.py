@@ -31,12 +31,10 @@ def part_of(library: str, name: str) -> Any:
 
 
 def is_installed(library: str) -> bool:
-    """Whether it can be imported here."""
     return importlib.util.find_spec(PACKAGES[library].partition(".")[0]) is not None
 
 
 def free_port() -> int:
-    """Return a port that nobody listens at."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port: int = s.getsockname()[1]
@@ -47,10 +45,7 @@ def free_port() -> int:
 class Lighthouse:
     """A library's lighthouse in a process of its own, with all defaults.
 
-    Attributes:
-        library: Whose.
-        by_cli: Started by its command line; else by its Python API. Their defaults may differ.
-        port: Where it listens.
+    Its command line (``by_cli``) and its Python API may have different ones.
     """
 
     library: str
@@ -60,7 +55,6 @@ class Lighthouse:
 
     @property
     def address(self) -> str:
-        """What a Manager is given."""
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
@@ -95,7 +89,6 @@ class Lighthouse:
 
 @contextlib.contextmanager
 def lighthouse(library: str, *, by_cli: bool = False) -> Iterator[Lighthouse]:
-    """A lighthouse that lives as long as the block."""
     made = Lighthouse(library, by_cli)
     try:
         made.start()

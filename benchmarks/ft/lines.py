@@ -36,7 +36,6 @@ class Lines:
         return messages, lives
 
     def close(self) -> None:
-        """Close the connection."""
         self.connection.close()
 
     def _read(self) -> bool:

@@ -46,7 +46,6 @@ def main() -> None:
 
 
 def run(path: str, order: dict[str, Any], task: Any, library: str) -> None:
-    """Do the task in this process, and end it."""
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -65,7 +64,6 @@ def run(path: str, order: dict[str, Any], task: Any, library: str) -> None:
 
 
 def connect(path: str) -> Lines:
-    """Connect to the driver."""
     s = socket.socket(socket.AF_UNIX)
     s.connect(path)
     return Lines(s)

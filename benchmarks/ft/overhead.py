@@ -81,7 +81,6 @@ def _group(
 
 
 def _row(people: Crew, groups: dict[str, list[Member]], size: str, repeats: int, row: Row) -> Row:
-    """Fill a row with samples."""
     bases, left_out, failed, steal = list[float](), 0, Counter[str](), Steal()
     for repeat in range(repeats + 1):
         turns = list(groups) if repeat % 2 else list(reversed(groups))

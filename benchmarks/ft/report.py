@@ -19,14 +19,8 @@ MOST_STOLEN = 0.05
 class Row:
     """One measurement of both libraries.
 
-    Attributes:
-        part: Which part of the benchmark.
-        what: What was measured.
-        unit: Of the samples.
-        ours, peer: Samples; the peer's may be none. Not a number: it never came about.
-        limit: Ours is to be at most this (at least, if ``more_is_better``), if not None.
-        of_peer: Ours is to be at most this share of the peer's, if not None.
-        note: What else is to be known.
+    Not a number among the samples: it never came about. ``limit``: ours is to be at most this (at
+    least, if ``more_is_better``); ``of_peer``: at most this share of the peer's.
     """
 
     part: str

@@ -28,11 +28,9 @@ Commits = list[tuple[int, str, int]]
 class Outcome:
     """What became of both replicas.
 
-    Attributes:
-        is_equal: The states were equal after each step of both; False also if they did not come
-            to train together.
-        failed: Steps of the replica that trained, which were not committed; the worst rank's.
-        error: What a rank ended with, or what did not come in time; empty if all went well.
+    `is_equal`: after each step of both; False also if they did not come to train together.
+    `failed`: steps of the replica that trained which were not committed, the worst rank's. `error`:
+    what a rank ended with, or what did not come in time; empty if all went well.
     """
 
     is_equal: bool
@@ -74,7 +72,6 @@ def rows(name: str, found: dict[str, list[Outcome]]) -> Iterator[Row]:
 
 
 def heal(library: str, model: str, *, sync: bool) -> Outcome:
-    """Let a fresh replica join one that trains."""
     with crew("ft.sharded_worker") as people, lighthouse(library) as light:
         survivor = _start(people, light, 0, model, sync)
         error = _train(people, survivor, 1, 3)

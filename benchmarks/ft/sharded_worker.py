@@ -52,14 +52,12 @@ class Block(nn.Module):
         self.fall = nn.Linear(32, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return both layers' result."""
         x = self.rise(x).relu()
         time.sleep(FORWARD_S)
         return self.fall(x)
 
 
 def make_blocks() -> nn.Sequential:
-    """Return a model of two blocks."""
     return nn.Sequential(Block(), Block())
 
 
@@ -117,8 +115,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Trainer:
-    """The training, which goes on until its process is ended."""
-
     def __init__(
         self,
         driver: Lines,
@@ -256,7 +252,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def train(driver: Lines, library: str, **arguments: Any) -> None:
-    """Train until this process is ended."""
     Trainer(driver, library, **arguments).train()
 
 

@@ -20,11 +20,9 @@ MB = 1 << 20
 class Training:
     """Some replicas of one library that make steps together.
 
-    Attributes:
-        num_bytes: Of the state of a worker, and of its gradient.
-        ranks: Workers of each replica.
-        replicas: The workers that are to be alive, replica by replica.
-        task: What they do: ``train``, or ``large``, whose gradients are small.
+    ``num_bytes`` are of a worker's state, and of its gradient; ``ranks`` its replica's workers.
+    ``replicas`` are the workers that are to be alive, replica by replica. A ``task`` ``large`` has
+    small gradients.
     """
 
     crew: Crew
@@ -76,7 +74,6 @@ class Training:
         self.crew.need(done, f"{everybody} replicas make steps together", patience_s)
 
     def end(self) -> None:
-        """End all replicas."""
         self.crew.end(*self.replicas)
         self.replicas.clear()
 

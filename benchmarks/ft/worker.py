@@ -29,7 +29,6 @@ _LAYER_BYTES, _SMALL_BYTES = 16 << 20, 1 << 20
 
 
 def preload(library: str) -> None:
-    """Import what the tasks need."""
     names = "manager", "optim", "process_group", "checkpointing", "checkpointing.pg_transport"
     for name in names:
         part_of(library, name)
@@ -41,7 +40,8 @@ class Replica:
     """A worker of a replica group: a state, and a gradient of the same size.
 
     In a group of several ranks these are one rank's shards, and a step also has a collective of the
-    same size inside the group, as the reduce-scatter of a sharded model is one.
+    same size inside the group, as the reduce-scatter of a sharded model is one. Rank 0 opens the
+    group's store at ``port``; 0 if there is one rank. ``options`` are further ones of the Manager.
     """
 
     def __init__(
@@ -56,18 +56,6 @@ class Replica:
         port: int = 0,
         **options: Any,
     ) -> None:
-        """Connect.
-
-        Args:
-            library: Whose Manager.
-            lighthouse: Its address.
-            num_bytes: Of the state.
-            sync: Argument ``init_sync`` of the Manager.
-            rank: This worker's in its group.
-            ranks: Workers of the group.
-            port: Of the group's store, which rank 0 opens; 0 if there is one rank.
-            options: Further arguments of the Manager.
-        """
         self.state = torch.zeros(num_bytes // 4)
         self.gradient = torch.ones(num_bytes // 4)
         self._store = TCPStore(HOST, port, is_master=rank == 0, wait_for_workers=False)
@@ -140,7 +128,6 @@ class LargeReplica:
         self.adam.load_state_dict(state["adam"])
 
     def step(self) -> tuple[bool, int]:
-        """Make one step; return whether it was committed, and by how many."""
         before = self.manager.current_step()
         self.optimizer.zero_grad()
         gradient = self.gradient.clone()
@@ -153,13 +140,7 @@ class LargeReplica:
 
 
 def train(driver: Lines, library: str, **of: Any) -> None:
-    """Once the driver says so, make steps until it says so again; tell it of each.
-
-    Args:
-        driver: The driver.
-        library: Whose Manager.
-        of: Arguments of `Replica`.
-    """
+    """Once the driver says so, make steps until it says so again; tell it of each."""
     _train(driver, lambda: Replica(library, **of))
 
 

@@ -21,7 +21,6 @@ def took_s(seen: Replay) -> float | None:
 
 
 def used_node_s(seen: Replay) -> float:
-    """Return the node-seconds that the training has held."""
     return sum(a[2] * (b[0] - a[0]) for a, b in pairwise(seen.occupied))
 
 

@@ -18,14 +18,7 @@ _LEAST_USED = 0.3
 
 @dataclass(frozen=True)
 class OtherJob:
-    """One job; an hour of a real cluster is a minute here.
-
-    Attributes:
-        submitted_s: Seconds from the begin of the replay.
-        nodes: Number of its nodes.
-        limit_min: Its time limit.
-        runs_s: How long it runs.
-    """
+    """One job; an hour of a real cluster is a minute here."""
 
     submitted_s: float
     nodes: int
@@ -34,14 +27,7 @@ class OtherJob:
 
 
 def other_jobs(num_nodes: int, load: float, length_s: float, seed: int) -> Iterator[OtherJob]:
-    """Yield jobs that ask for a share of the nodes' time.
-
-    Args:
-        num_nodes: Nodes of the cluster; no job has more.
-        load: Node time of the jobs, as a share of that of the cluster.
-        length_s: Seconds of the replay.
-        seed: Of the random numbers.
-    """
+    """Yield jobs that ask for a share of the nodes' time: ``load``."""
     drawn, at, asked = random.Random(seed), 0.0, 0.0
     sizes = [min(nodes, num_nodes) for nodes, _ in _SHAPES]
     weights = [weight for _, weight in _SHAPES]

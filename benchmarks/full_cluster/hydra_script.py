@@ -13,7 +13,6 @@ from full_cluster.work import train_fixed
 
 @hydra.main(version_base=None, config_path=None)
 def main(cfg: Any) -> None:
-    """Train as one task of the job."""
     train_fixed(Path(cfg.folder), int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"]))
 
 

@@ -11,7 +11,6 @@ from full_cluster.work import Training
 
 
 def train(folder: str) -> None:
-    """Train until all is done; the launcher asks for the step at which to save."""
     from hpc_elastic import mark_checkpoint, should_checkpoint
 
     training = Training(Path(folder), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))

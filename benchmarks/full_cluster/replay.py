@@ -53,25 +53,18 @@ class Replay:
     starts: list[float] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Replay:
-        """Return what `to_json` has returned."""
         return cls(**{each.name: value[each.name] for each in fields(cls)})
 
 
 class Player:
-    """Plays the other jobs on a sandbox, and watches.
+    """Plays the other jobs on a sandbox, where nothing else runs, and watches.
 
-    Args:
-        sandbox: Where; nothing else runs there.
-        jobs: The other jobs.
-        folder: Of the training.
-        ended: File in which slurmctld notes each job that has ended (``JobCompLoc``).
-        stop: Ends the replay early.
-        seen: What is seen is put here.
+    In the file ``ended`` slurmctld notes each job that has ended (``JobCompLoc``); ``stop`` ends
+    the replay early; what is seen is put into ``seen``.
     """
 
     def __init__(
@@ -98,11 +91,9 @@ class Player:
 
     @property
     def now_s(self) -> float:
-        """Seconds since the begin of the replay."""
         return time.time() - self._begin
 
     def run(self, argv: Sequence[str], **more: Any) -> str:
-        """Run a command on the login node, and return what it prints."""
         done = subprocess.run(
             self.sandbox.on_login([*argv]), env=self.env, cwd=self.folder, text=True,
             capture_output=True, timeout=180, **more,
@@ -124,13 +115,7 @@ class Player:
     def play(
         self, submit: Callable[[Player], None] | None, submit_s: float, length_s: float
     ) -> None:
-        """Play all of it; the training is submitted once the queue has formed.
-
-        Args:
-            submit: What submits the training; None if there is none.
-            submit_s: When, in seconds from the begin.
-            length_s: Seconds of the replay.
-        """
+        """Play all of it; the training is submitted once the queue has formed, if there is one."""
         self._begin = time.time()
         self.seen.submitted_s = submit_s
         todo, is_submitted = list(self.jobs), submit is None
@@ -235,20 +220,13 @@ class Player:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way of training.
-
-    Attributes:
-        label: Its row in the table.
-        submit: What submits it; None if there is no training.
-    """
+    """One way of training; ``submit`` is None if there is no training."""
 
     label: str
     submit: Callable[[Player], None] | None
 
 
 def ours(settings: Mapping[str, Any]) -> Callable[[Player], None]:
-    """Return what submits a run of hpc_elastic."""
-
     def submit(player: Player) -> None:
         script = str(Path(__file__).with_name("ours.py"))
         player.launch([sys.executable, script, str(player.folder), json.dumps(settings)])
@@ -257,7 +235,6 @@ def ours(settings: Mapping[str, Any]) -> Callable[[Player], None]:
 
 
 def rigid(nodes: int, limit_min: int) -> Callable[[Player], None]:
-    """Return what submits one job with a time limit that is long enough."""
     return lambda player: _sbatch(player, nodes, limit_min, f"srun {_work(player)}")
 
 

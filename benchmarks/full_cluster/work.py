@@ -17,12 +17,7 @@ STEP_S = 0.5
 
 
 class Training:
-    """The progress of the training in a folder; all ranks make the same steps.
-
-    Attributes:
-        step: Number of steps that are made.
-        done: Node-seconds that are trained.
-    """
+    """The progress of the training in a folder; all ranks make the same steps."""
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
         self._folder, self._is_first, self._world = folder, rank == 0, world
@@ -37,11 +32,9 @@ class Training:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all is trained."""
         return self.done >= self.work
 
     def make_step(self) -> None:
-        """Train for a moment."""
         time.sleep(STEP_S)
         self.step += 1
         self.done += STEP_S * self._world

@@ -72,10 +72,9 @@ def reached(groups: Iterable[Group], at: float) -> int:
 
 
 def undisturbed(groups: Sequence[Group], start: float, end: float) -> float:
-    """Return steps per node-second of the whole group between two moments, if it was left alone.
+    """Return steps per node-second of the whole group between two moments.
 
-    Raises:
-        ValueError: It was not.
+    ValueError: it was not left alone.
     """
     whole = [g for g in groups if g.world_size == NUM_NODES]
     steps = [s for g in whole[-1:] for s in g.steps if start <= s[0] <= end]
@@ -101,15 +100,7 @@ def account(
     groups: Sequence[Group], held: Sequence[Held], samples: Sequence[Sample], window: Window,
     final: int,
 ) -> Account:  # fmt: skip
-    """Return where the node-seconds of a window went.
-
-    Args:
-        groups: In order of time.
-        held: When which nodes were taken.
-        samples: Who had which node, from the window's start to its end.
-        window: The length of the trace.
-        final: The last step that the last state contains; see `last_state`.
-    """
+    """Return where the node-seconds of a window went; ``final`` is of `last_state`."""
     taken_s = sum(window.overlap_s(h.start, h.end) * len(h.nodes) for h in held)
     available_s = NUM_NODES * (window.end - window.start) - taken_s
     trained_s, vain_s, lost = _spent(groups, window, final)

@@ -22,7 +22,6 @@ EPOCHS = 1_000_000
 
 
 def train(folder: str, shared: str) -> None:
-    """Train until the run is cancelled."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     net, optimizer = network()

@@ -49,10 +49,8 @@ class Peer(Protocol):
     ) -> contextlib.AbstractContextManager[None]:
         """Submit the training; at the end, end what runs outside Slurm.
 
-        Args:
-            sandbox: Where.
-            folder: Its groups leave their trails in it.
-            shared: For checkpoints and all else; the same one, unless it is shared as by NFS.
+        Its groups leave their trails in ``folder``; ``shared`` is for checkpoints and all else, and
+        the same one, unless it is shared as by NFS.
         """
 
     def saved(self, shared: Path) -> int:
@@ -68,12 +66,10 @@ class Ours:
 
     @contextlib.contextmanager
     def training(self, sandbox: SlurmSandbox, folder: Path, shared: Path) -> Iterator[None]:
-        """Submit a run of one to four nodes."""
         _python(sandbox, folder, HERE / "ours.py", str(shared), json.dumps(self.settings))
         yield
 
     def saved(self, shared: Path) -> int:
-        """Return the step of the newest checkpoint."""
         steps = [int(p.name.removeprefix("step-")) for p in shared.glob("checkpoints/step-*")]
         return max(steps, default=0)
 
@@ -89,7 +85,6 @@ class Submitit:
 
     @contextlib.contextmanager
     def training(self, sandbox: SlurmSandbox, folder: Path, shared: Path) -> Iterator[None]:
-        """Start the store on the login node, and submit."""
         state = load_state(sandbox.name, sandbox.root)
         assert state is not None
         host = state.layout.controller_address
@@ -105,7 +100,6 @@ class Submitit:
                 store.kill()
 
     def saved(self, shared: Path) -> int:
-        """Return the step of the checkpoint."""
         import torch
 
         path = shared / "checkpoint.pt"
@@ -124,11 +118,7 @@ def _python(
 
 
 def peers(settings: dict[str, Any]) -> dict[str, Peer]:
-    """Return all peers by their names on the command line.
-
-    Args:
-        settings: Launcher settings of ours that are not the default.
-    """
+    """Return all peers by their names on the command line; the settings are our launcher's."""
     return {
         "ours": Ours(settings),
         "submitit": Submitit("submitit + torchrun, a job a node", NUM_NODES),

@@ -31,9 +31,7 @@ _MINUTES = 24 * 60
 class Supervised(Checkpointable):
     """What submitit runs on each node: torchrun, started again if it fails.
 
-    Args:
-        argv: torchrun's command line.
-        no_hold: Clear Slurm's hold of two minutes on a requeued job, as few users know how to.
+    ``no_hold``: clear Slurm's hold of two minutes on a requeued job, as few users know how to.
     """
 
     def __init__(self, argv: list[str], no_hold: bool) -> None:
@@ -42,7 +40,6 @@ class Supervised(Checkpointable):
         self._pid = 0
 
     def __call__(self) -> None:
-        """Run the agent until the training is done."""
         while True:
             agent = subprocess.Popen(self._argv)
             self._pid = agent.pid
@@ -83,7 +80,6 @@ def _clear_hold() -> None:
 
 
 def command(folder: Path, address: str, num_nodes: str) -> list[str]:
-    """Return torchrun's command line."""
     settings = conf({**TUNED, "is_host": 0})
     return [
         str(TORCHRUN), f"--nnodes={num_nodes}", "--nproc-per-node=1",
@@ -93,7 +89,6 @@ def command(folder: Path, address: str, num_nodes: str) -> list[str]:
 
 
 def submit(folder: Path, address: str, num_jobs: int, no_hold: bool) -> None:
-    """Submit the training, and return."""
     executor = submitit.SlurmExecutor(folder / "jobs", max_num_timeout=_RESTARTS)
     executor.update_parameters(
         nodes=NUM_NODES // num_jobs, ntasks_per_node=1, exclusive=True, time=_MINUTES,

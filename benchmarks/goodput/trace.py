@@ -60,7 +60,6 @@ class Sample:
 
 
 def scaled(trace: Iterable[Taking], length_s: float) -> list[Taking]:
-    """Return the trace, stretched or shrunk to a length."""
     by = length_s / TRACE_S
     return [Taking(t.start_s * by, t.end_s * by, t.nodes) for t in trace]
 
@@ -68,17 +67,9 @@ def scaled(trace: Iterable[Taking], length_s: float) -> list[Taking]:
 def play(
     trace: Sequence[Taking], length_s: float, sandbox: SlurmSandbox, folder: Path, poll_s: float
 ) -> list[Sample]:
-    """Take the nodes and give them back as the trace says; return once it is over.
+    """Take the nodes and give them back as the trace says; return what was seen at each look.
 
-    Args:
-        trace: In order of the starts.
-        length_s: For how long to look on, from now.
-        sandbox: Whose nodes.
-        folder: An empty one for what the takers write.
-        poll_s: Seconds between two looks at who has which node.
-
-    Returns:
-        What was seen at each look.
+    The takers write into ``folder``, an empty one.
     """
     begin = time.time()
     todo, samples = list(trace), []

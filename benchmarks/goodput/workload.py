@@ -35,7 +35,6 @@ def dataset() -> torch.utils.data.TensorDataset:
 
 
 def network() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a fresh network and its optimizer."""
     torch.manual_seed(SEED)
     net = nn.Sequential(nn.Linear(_WIDTH, 256), nn.ReLU(), nn.Linear(256, 1))
     return net, torch.optim.AdamW(net.parameters(), 1e-3)
@@ -50,9 +49,7 @@ def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> to
 class Trail:
     """What the first worker of a group leaves: when the group began, and when each step was done.
 
-    Args:
-        folder: Where all trails are.
-        resumed: Steps that the group found in its checkpoint.
+    ``resumed``: steps that the group found in its checkpoint.
     """
 
     def __init__(self, folder: Path, resumed: int) -> None:
@@ -65,6 +62,5 @@ class Trail:
             self._file.write(json.dumps(first) + "\n")
 
     def step(self, number: int) -> None:
-        """Write down that a step is done."""
         if self._file is not None:
             self._file.write(f"{time.time()} {number}\n")

@@ -20,15 +20,10 @@ class Span(NamedTuple):
 
 @dataclass
 class Account:
-    """The training of one run.
+    """The training of one run; times are node-seconds.
 
-    Attributes:
-        spans: When it trains, in order of their begins.
-        trained_s: Node-seconds of steps that remain.
-        overtime_s: Node-seconds for which nodes were held after another job needed them.
-        num_rounds: Times that a group was formed, or extended.
-        num_requeued: Nodes that the run has sent back to the queue.
-        num_queries: Commands to Slurm about the states of its tasks.
+    ``trained_s`` are of steps that remain; for ``overtime_s`` nodes were held after another job
+    needed them. ``num_queries`` are commands to Slurm about the states of its tasks.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -43,7 +38,6 @@ class Account:
     _held_up_until_s: float = 0.0
 
     def add(self, begin_s: float, end_s: float, nodes: int, trained_s: float) -> None:
-        """Add a time of training."""
         if end_s > begin_s:
             self.spans.append(Span(begin_s, end_s, nodes, trained_s))
             self.trained_s += trained_s
@@ -62,11 +56,9 @@ class Account:
         self._held_up_until_s = until_s
 
     def release(self, slot: Slot, now: float) -> None:
-        """A node is left."""
         self.overtime_s += max(0.0, now - slot.end_s)
 
     def held(self, slots: Iterable[Slot], until_s: float) -> float:
-        """Return the node-seconds that are held from 0 to a time."""
         within = (min(slot.end_s, until_s) - slot.begin_s for slot in before(slots, until_s))
         return sum(within) + self.overtime_s
 
@@ -80,5 +72,4 @@ class Account:
 
 
 def before(slots: Iterable[Slot], until_s: float) -> list[Slot]:
-    """Return the slots that begin before a time."""
     return [slot for slot in slots if slot.begin_s < until_s]

@@ -52,7 +52,6 @@ class Holes:
 
     @property
     def duration_s(self) -> float:
-        """Length of the log."""
         return float(self.end_s.max())
 
     def from_hour(self, hour: float, duration_s: float) -> Holes:
@@ -64,17 +63,11 @@ class Holes:
         return Holes(np.maximum(starts[inside], 0.0), ends[inside])
 
     def idle_at(self, times: Seconds) -> NDArray[np.int64]:
-        """Return the number of idle nodes at each time."""
         begun = np.searchsorted(self.start_s, times, "right")
         return np.asarray(begun - np.searchsorted(np.sort(self.end_s), times, "right"))
 
 
 def read(path: Path) -> Holes:
-    """Return the spans of a file of arrays ``start_s`` and ``length_s``.
-
-    Raises:
-        OSError, ValueError, KeyError: It is no such file.
-    """
     with np.load(path, allow_pickle=False) as arrays:
         start = arrays["start_s"].astype(np.float64)
         length = arrays["length_s"].astype(np.float64)
@@ -83,7 +76,6 @@ def read(path: Path) -> Holes:
 
 
 def make(hours: float = HOURS, seed: int = SEED) -> Holes:
-    """Return a made log of the same distribution."""
     rng = np.random.default_rng(seed)
     num_groups = int(rng.poisson(GROUPS_PER_H * hours))
     begins = np.sort(rng.uniform(0.0, 3600.0 * hours, num_groups))
@@ -154,7 +146,6 @@ REAL = Figures(7.9, 19.9, 54.5, 154.1, 0.33, 4, 3, (12, 78, 498))
 
 
 def figures(holes: Holes) -> Figures:
-    """Return a log's."""
     length = (holes.end_s - holes.start_s) / 60.0
     every = np.arange(0.0, holes.duration_s, 600.0)
     short = float(length[length < 30].sum() / length.sum())

@@ -100,12 +100,9 @@ class Costs:
 class Script:
     """The user's script.
 
-    Attributes:
-        step_s: A step.
-        save_every_s: Between two of its own checkpoints.
-        polls: Whether it asks `should_checkpoint` each step, so that the group may save at any.
-        grows_at_own: Whether newcomers are held back until one of its own checkpoints, or until
-            the group restarts for another reason.
+    ``save_every_s``: between two of its own checkpoints. ``polls``: it asks `should_checkpoint`
+    each step, so that the group may save at any. ``grows_at_own``: newcomers are held back until
+    one of its own checkpoints, or until the group restarts for another reason.
     """
 
     step_s: float = 0.25
@@ -143,16 +140,12 @@ class Node:
 
 @dataclass(eq=False)
 class Group:
-    """The workers of a round, in lock-step.
+    """The workers of a round, in lock-step; ``index`` is of the round's log entry.
 
-    Attributes:
-        index: The log entry of the round.
-        members: Its agents.
-        begin_s: When the first step begins.
-        anchor: A time, and the step that begins then; the step where it stays, if ``runs`` is not.
-        saved: The last step of a complete checkpoint.
-        hold_at: A proposed step, which no worker passes.
-        pauses: The number of the request to stay at the next checkpoint of the script; 0: none.
+    ``anchor``: a time, and the step that begins then; the step where it stays, if ``runs`` is not.
+    ``saved``: the last step of a complete checkpoint. ``hold_at``: a proposed step, which no worker
+    passes. ``pauses``: the number of the request to stay at the next checkpoint of the script; 0:
+    none.
     """
 
     index: int
@@ -167,7 +160,6 @@ class Group:
     pauses: int = 0
 
     def step(self, now: float, step_s: float) -> int:
-        """Return the steps done."""
         since, done = self.anchor
         if self.runs and now > since:
             done += int((now - since) / step_s + 1e-6)
@@ -175,15 +167,7 @@ class Group:
 
 
 class ElasticRun:
-    """One run in its slots.
-
-    Args:
-        slots: Of all its tasks, in order of their begins.
-        rules: Its rules.
-        costs: What acts take.
-        script: What it trains.
-        seed: Of the leader's random numbers.
-    """
+    """One run in its slots, which are in order of their begins."""
 
     def __init__(
         self, slots: Iterable[Slot], rules: RoundRules, costs: Costs, script: Script, *, seed: int

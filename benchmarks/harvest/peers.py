@@ -17,12 +17,9 @@ from harvest.slots import PASS_S, Slot
 class Restarts:
     """A launcher that stops all nodes whenever one is lost or joins, by its measured costs.
 
-    Attributes:
-        name: As in the table.
-        loss_s: From the loss of a node to the next step of the others.
-        join_s: The pause of the others when a node joins.
-        start_s: From the start of a task until it is ready to join.
-        lost_s: Steps that each restart loses: half of the time between two checkpoints.
+    ``loss_s``: from the loss of a node to the next step of the others; ``join_s``: their pause when
+    one joins; ``start_s``: from the start of a task until it is ready to join; ``lost_s``: steps
+    that each restart loses, half of the time between two checkpoints.
     """
 
     name: str
@@ -82,7 +79,6 @@ class Chain:
     start_s: float = 3.5
 
     def run(self, holes: Holes, *, jobs: int, restore_s: float = 0.0) -> Account:
-        """Return what it makes of holes, in this many jobs at most."""
         fits = holes.end_s - holes.start_s >= self.length_s
         opens, closes = np.sort(holes.start_s[fits]), np.sort(holes.end_s[fits] - self.length_s)
         passes = np.arange(0.0, max(closes.max(initial=0.0), PASS_S), PASS_S)

@@ -20,11 +20,7 @@ _SHOWN = 1.5
 def draw(holes: Holes, account: Account, num_nodes: int, hours: float) -> str:
     """Return a picture of the nodes that are idle, and of those that train.
 
-    Args:
-        holes: From the start of the run on.
-        account: The run's.
-        num_nodes: What the run has at most.
-        hours: The time to show.
+    The holes are those from the start of the run on.
     """
     width, height = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
     shown = _SHOWN * num_nodes

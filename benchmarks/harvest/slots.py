@@ -37,13 +37,9 @@ SHAPES: tuple[Shape, ...] = ("qos", "time_min", "ladder")
 
 @dataclass(frozen=True)
 class Slot:
-    """A node for one task.
+    """A node for one task, until its time limit ends, or another job needs the node.
 
-    Attributes:
-        task: Index of the task.
-        begin_s: Slurm starts the task.
-        end_s: The time limit ends, or the other job needs the node.
-        limit_s: The time limit as Slurm reports it at the start.
+    ``limit_s`` is the time limit as Slurm reports it at the start.
     """
 
     task: int
@@ -76,10 +72,8 @@ def slot_length(left_s: float, shape: Shape) -> float | None:
 class Holder:
     """Which tasks of a run have which holes.
 
-    Attributes:
-        idle: Holes without a task, which have begun; some have ended.
-        waiting: Heap of the tasks in the queue.
-        slots: All slots so far.
+    ``idle``: holes without a task, which have begun; some have ended. ``waiting``: a heap of the
+    tasks in the queue.
     """
 
     def __init__(self, holes: Holes, num_tasks: int, shape: Shape, rng: random.Random) -> None:
@@ -95,7 +89,6 @@ class Holder:
 
     @property
     def is_running(self) -> bool:
-        """Whether any task has a slot."""
         return bool(self._running)
 
     def requeue(self, now: float) -> None:

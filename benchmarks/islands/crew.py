@@ -18,13 +18,7 @@ NAMES = ("a", "b", "c", "d")
 
 
 class Crew:
-    """Four processes, each started again as soon as it has been killed.
-
-    Args:
-        mode: ``islands`` or ``synchronous``.
-        folder: For the islands' files and all outputs.
-        env: Of the processes.
-    """
+    """Four processes, each started again as soon as it has been killed."""
 
     def __init__(self, mode: str, folder: Path, env: dict[str, str]) -> None:
         self._mode = mode
@@ -57,11 +51,6 @@ class Crew:
         return found
 
     def wait_until_started(self, timeout_s: float = 120.0) -> None:
-        """Wait until all train.
-
-        Raises:
-            TimeoutError: One does not.
-        """
         ends = time.monotonic() + timeout_s
         while time.monotonic() < ends:
             started = {name for name, lines in self.lines() if lines}
@@ -91,7 +80,6 @@ class Crew:
         return num
 
     def close(self) -> None:
-        """End all processes."""
         for process in self._processes.values():
             process.kill()
             process.wait()

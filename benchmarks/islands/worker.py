@@ -27,7 +27,6 @@ WIDTH = 512
 
 
 def main() -> None:
-    """Train for ever."""
     mode, folder, name = sys.argv[1:]
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -41,7 +40,6 @@ def main() -> None:
 
 
 def report(**values: float) -> None:
-    """Print one line."""
     print(json.dumps({"at": time.time(), **values}), flush=True)
 
 

@@ -49,12 +49,10 @@ class Cluster:
 
     @property
     def login(self) -> Machine:
-        """The login node."""
         return self.up[LOGIN]
 
     @property
     def env(self) -> dict[str, str]:
-        """What a user's shell has."""
         return {
             "SLURM_CONF": str(self.layout.slurm_conf),
             "PYTHONPATH": str(CLONE),
@@ -85,7 +83,6 @@ class Cluster:
         return machine
 
     def kill(self, name: str) -> float:
-        """End a machine, and return when."""
         at = time.time()
         self.up.pop(name).kill()
         return at
@@ -131,11 +128,7 @@ def cluster(name: str) -> Iterator[Cluster]:
 def wait_until(
     what: str, condition: Callable[[], Any], timeout_s: float, poll_s: float = 0.5
 ) -> Any:
-    """Wait until a condition is true of something, and return what it returned.
-
-    Raises:
-        MachineError: It never was.
-    """
+    """Wait until a condition is true of something, and return what it returned."""
     deadline = time.monotonic() + timeout_s
     while True:
         found = condition()
@@ -147,5 +140,4 @@ def wait_until(
 
 
 def python(*argv: str) -> list[str]:
-    """Return a command of this Python."""
     return [sys.executable, *argv]

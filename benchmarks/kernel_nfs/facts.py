@@ -41,7 +41,6 @@ def _json(path: Path) -> Any:
 
 
 def progress(run: str, since: float) -> list[dict[str, Any]]:
-    """Return the lines of progress.jsonl that were written after a moment."""
     lines = (Path(run) / "progress.jsonl").read_text().splitlines()
     return [line for line in map(json.loads, lines) if line["time"] > since]
 
@@ -77,14 +76,12 @@ def _number(path: Path) -> int:
 
 
 def ranks(run: str) -> list[dict[str, Any]]:
-    """Return what the ranks returned."""
     path = Path(run)
     folder = path / json.loads((path / "result.json").read_text())["results"]
     return [json.loads(each.read_text()) for each in sorted(folder.glob("rank-*.json"))]
 
 
 def touch(path: str) -> None:
-    """Make an empty file."""
     Path(path).touch()
 
 

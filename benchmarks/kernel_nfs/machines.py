@@ -61,11 +61,11 @@ class MachineError(RuntimeError):
 
 
 class Machine:
-    """One machine; it boots when it is made, and lives until `kill`.
+    """One machine, which boots when it is made, and lives until `kill`.
 
-    Attributes:
-        name: Its host name.
-        address: On the switch.
+    Its host name, and its network interface on the switch of the sandbox ``layout``, are ``name``.
+    Its kernel loads the modules ``kernel``; ``disk`` is the file behind `/dev/ubda`. It runs the
+    shell of ``more`` before it takes requests.
     """
 
     def __init__(
@@ -79,20 +79,6 @@ class Machine:
         disk: Path | None = None,
         more: str = "",
     ) -> None:
-        """Boot it.
-
-        Args:
-            name: Its host name; its network interface on the switch is named so, too.
-            address: Its address there.
-            layout: The sandbox to whose switch it is connected.
-            memory_mb: Its memory, in MB.
-            kernel: Modules that its kernel loads.
-            disk: File that is its disk `/dev/ubda`.
-            more: Shell that it runs before it takes requests.
-
-        Raises:
-            MachineError: It does not boot.
-        """
         self.name, self.address = name, address
         self._numbers = itertools.count(1)
         self._replies: dict[int, dict[str, Any]] = {}
@@ -152,8 +138,7 @@ class Machine:
     def call(self, module: str, function: str, *args: Any, timeout_s: float = 60.0) -> Any:
         """Let it call a function of a module of this folder, and return what that returns.
 
-        Raises:
-            MachineError: It raised, or takes longer, or the machine is gone.
+        MachineError: it raised, or takes longer, or the machine is gone.
         """
         number = next(self._numbers)
         request = {"id": number, "module": module, "function": function, "args": args}
@@ -166,11 +151,7 @@ class Machine:
         return self._wait(number, timeout_s, f"{module}.{function}")
 
     def run(self, argv: Sequence[str] | str, *, check: bool = True, timeout_s: float = 60.0) -> str:
-        """Run a command on it, and return its output.
-
-        Raises:
-            MachineError: It failed and `check` is set.
-        """
+        """Run a command on it, and return its output."""
         words = shlex.split(argv) if isinstance(argv, str) else list(argv)
         done = self.call("guest", "run", words, {}, "/", timeout_s, timeout_s=timeout_s + 30)
         if check and done["code"]:
@@ -180,7 +161,6 @@ class Machine:
     def start(
         self, argv: Sequence[str], log: Path, *, cwd: str = "/", env: dict[str, str] | None = None
     ) -> int:
-        """Start a command on it, and return its pid there."""
         return int(self.call("guest", "start", list(argv), env or {}, cwd, str(log)))
 
     def ended(self, pid: int) -> int | None:
@@ -200,7 +180,6 @@ class Machine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs."""
         return self.process.poll() is None
 
     def kill(self) -> None:

@@ -247,7 +247,6 @@ def read_undelegated(path: str) -> str:
 
 
 def look_in(path: str) -> None:
-    """List the folder of a path."""
     os.listdir(os.path.dirname(path))
 
 
@@ -279,9 +278,8 @@ def contains(way: str, path: str, text: str, limit_s: float) -> dict[str, float 
 def _until(condition: Callable[[], bool], limit_s: float) -> dict[str, float | bool]:
     """Look until a condition holds.
 
-    Returns:
-        ``vain``: when the last look began that did not find it, which a machine without time to run
-        does not put off; ``ended``: whether a look found it.
+    Returns ``vain``: when the last look began that did not find it, which a machine without time to
+    run does not put off; ``ended``: whether a look found it.
     """
     deadline, vain = time.time() + limit_s, 0.0
     while time.time() < deadline:
@@ -343,9 +341,8 @@ def prepare(paths: list[str], kind: str) -> None:
 def compete(folder: str, name: str, at: float, rounds: int) -> list[str]:
     """Link own files to `rounds` names, each at its moment, as another machine does.
 
-    Returns:
-        What came of each: ``made``, ``exists``, or the error; then st_nlink of the own file, by
-        stat and by statx with AT_STATX_FORCE_SYNC.
+    Returns what came of each: ``made``, ``exists``, or the error; then st_nlink of the own file, by
+    stat and by statx with AT_STATX_FORCE_SYNC.
     """
     found = []
     for number in range(rounds):
@@ -397,9 +394,8 @@ _TICK_WAYS = (
 def unseen(folder: str, rounds: int, after_s: float) -> dict[str, list[int]]:
     """Say which ways of asking tell of second files that listings do not show, after a while.
 
-    Returns:
-        Under ``""`` how many were unlisted at first, and are so now; then for each way in how many
-        folders it told of the file, and in how many it was tried. Each folder is for one way only.
+    Under ``""`` how many were unlisted at first, and are so now; then for each way in how many
+    folders it told of the file, and in how many it was tried. Each folder is for one way only.
     """
     paths = [f"{folder}/{number}/second" for number in range(rounds)]
     lists = NAMES["list the parent"]

@@ -53,7 +53,6 @@ class Run:
         self.pid = login.start(argv, self.log, cwd=FOLDER, env=cluster.env)
 
     def look(self) -> dict[str, Any]:
-        """Return what the files say now."""
         found: dict[str, Any] = self.cluster.facts("look", f"{self.stored}/run")
         self.commits.update(found["checkpoints"])
         return found
@@ -65,8 +64,7 @@ class Run:
     def trains(self, size: int, since: float) -> dict[str, Any]:
         """Wait until ``size`` nodes make steps in a round that formed after ``since``.
 
-        Returns:
-            The newest event `first_step` of that round: all of its members have made a step.
+        Returns the newest event `first_step` of it: all of its members have made a step.
         """
 
         def all_train() -> Any:
@@ -91,18 +89,13 @@ class Run:
         return found
 
     def leader(self) -> str:
-        """Return the node that leads."""
         found = self.look()
         leaders = [event for event in found["events"] if event["kind"] == "leader"]
         return str(found["hosts"][leaders[-1]["task"]])
 
 
 def play(cluster: Cluster, name: str, options: str, say: Callable[[str], None]) -> Report:
-    """Boot machines that mount the folder so, and see one run through.
-
-    The doctor tries two nodes. Two nodes train and save; the third joins; a follower's machine dies
-    and comes back; the leader's machine dies; the run is told to finish.
-    """
+    """Boot machines that mount the folder so, and see one run through."""
     report = Report(options)
     cluster.remount(options)
     for machine in (LOGIN, "node1", "node2"):
@@ -189,7 +182,6 @@ def _kill(run: Run, report: Report, node: str, who: str, then: str) -> tuple[flo
 
 
 def _held(cluster: Cluster, node: str) -> int:
-    """Return how many delegations of NFS 4 a node holds."""
     return int(cluster.facts("delegations", cluster.up[node].address))
 
 

@@ -22,15 +22,9 @@ _LONG_S = 65.0
 class Change:
     """Something that one client does to a path, and that another one waits for.
 
-    Attributes:
-        name: In the table.
-        kind: What is there before: ``""`` nothing, ``folder``, ``file``, or ``linked``, a file of
-            two names.
-        deed: Function of `primitives` that the one calls.
-        arguments: Its arguments, made from the path.
-        wait: Function of `primitives` that the other calls, with the way as its first argument.
-        waits_for: What that function waits for.
-        ways: By which it asks.
+    ``kind`` is what is there before: ``""`` nothing, ``folder``, ``file``, or ``linked``, a file of
+    two names. The one calls the function ``deed`` of `primitives`, the other its ``wait`` with the
+    way as the first argument.
     """
 
     name: str
@@ -93,8 +87,7 @@ def measure(
 def compete(one: Machine, other: Machine, folder: str, rounds: int = 20) -> dict[str, int]:
     """Let two clients link their files to the same names at the same moments.
 
-    Returns:
-        How often each pair of outcomes came, see `primitives.compete`.
+    Returns how often each pair of outcomes came, see `primitives.compete`.
     """
     one.run(["mkdir", folder])
     other.run(["ls", "-l", folder])
@@ -111,11 +104,7 @@ def compete(one: Machine, other: Machine, folder: str, rounds: int = 20) -> dict
 def two_in_a_tick(
     writer: Machine, reader: Machine, folder: str, rounds: int = 100
 ) -> dict[str, list[int]]:
-    """Make two files at once in each of many folders, while another client lists that folder.
-
-    Returns:
-        See `primitives.unseen`.
-    """
+    """Make two files at once in each of many folders, while another client lists that folder."""
     names = [f"{folder}/{number}" for number in range(rounds)]
     writer.run(["mkdir", folder, *names])
     reader.run(["ls", *names])
@@ -133,11 +122,7 @@ def two_in_a_tick(
 def delegated(owner: Machine, other: Machine, folder: str, held: Callable[[], int]) -> list[str]:
     """Kill a client that holds delegations; return how long another one's changes then take.
 
-    Args:
-        owner: Who holds them, and is killed.
-        other: Who changes the files.
-        folder: Of the files; it is made.
-        held: Tells how many delegations the server has given to the owner.
+    ``held`` tells how many delegations the server has given to the owner.
     """
     deeds = {
         "unlink": "remove",

@@ -34,8 +34,6 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """How big the run is."""
-
     num_nodes: int = 16
     days: float = 3.0
     num_faults: int = 200
@@ -51,12 +49,7 @@ class Round:
 
 
 class History:
-    """Makes up a run: its events, and its rounds.
-
-    Args:
-        plan: How big.
-        start: Unix seconds.
-    """
+    """Makes up a run: its events, and its rounds."""
 
     def __init__(self, plan: Plan, start: float) -> None:
         self.events: list[Event] = []
@@ -153,18 +146,11 @@ class History:
 
 
 def task(slot: int) -> str:
-    """Return the name of a slot's task."""
     return f"{JOB}_{slot}"
 
 
 def write(folder: Path, plan: Plan, now: float) -> RunDir:
-    """Write the directory of a run that has ended just now, and put it on the user's list.
-
-    Args:
-        folder: Of the sweep.
-        plan: How big the run is.
-        now: Unix seconds.
-    """
+    """Write the directory of a run that has ended just now, and put it on the user's list."""
     submission = folder / ".hpc_elastic"
     (submission / "logs").mkdir(parents=True)
     (submission / "array-0.jobid").write_text(f"{JOB}\n")

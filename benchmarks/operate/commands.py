@@ -73,11 +73,7 @@ def targets(taken: Mapping[str, Sequence[float]]) -> list[Target]:
 
 
 def in_turns(commands: Mapping[str, Sequence[str]], repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of each command; the first turn of each only warms the files up.
-
-    Raises:
-        RuntimeError: One of them fails.
-    """
+    """Return the seconds of each command; the first turn of each only warms the files up."""
     taken: dict[str, list[float]] = {name: [] for name in commands}
     for repeat in range(repeats + 1):
         for name, argv in commands.items():

@@ -57,7 +57,6 @@ class Moments:
 
 
 def measure(repeats: int) -> Table:
-    """Let a rank of two get stuck in a run on this machine, again and again."""
     found = [once() for _ in range(repeats)]
     rows = (
         ("stacks of all ranks are written", figure([m.stacks_s for m in found])),
@@ -79,11 +78,7 @@ def documented() -> str:
 
 
 def once() -> Moments:
-    """Run a training whose rank 1 gets stuck at its fifth step.
-
-    Raises:
-        subprocess.CalledProcessError: It does not get over it.
-    """
+    """Run a training whose rank 1 gets stuck at its fifth step."""
     with tempfile.TemporaryDirectory(prefix="operate-") as name:
         folder, trail = Path(name), Path(name, "trail")
         (folder / "script.py").write_text(SCRIPT)
@@ -101,13 +96,6 @@ def once() -> Moments:
 
 
 def moments(run: Path, stuck: float, step: float) -> Moments:
-    """Return what a run's directory tells of its hang.
-
-    Args:
-        run: The directory.
-        stuck: When the rank got stuck, in Unix seconds.
-        step: When the restarted group made its first step.
-    """
     named = next(e["time"] for e in read_events(run / "events") if e["kind"] == "hang")
     stacks = [file.stat().st_mtime for file in run.rglob("*.stack.txt")]
     return Moments(max(stacks) - stuck, named - stuck, step - stuck)

@@ -30,7 +30,6 @@ STEPS, EMPTY_STEPS = 50, 2_000
 
 
 def measure() -> Table:
-    """Return what a step costs with the hook and without it."""
     found = json.loads(
         subprocess.check_output([sys.executable, "-m", "operate.hook"], cwd=_BENCHMARKS, text=True)
     )
@@ -47,7 +46,6 @@ def measure() -> Table:
 
 
 def main() -> None:
-    """Measure in this process."""
     import torch
     from torch.optim import optimizer as torchs
 
@@ -98,7 +96,6 @@ def training_step(torch: ModuleType) -> Callable[[], object]:
 
 
 def seconds(step: Callable[[], object], num: int) -> float:
-    """Return the seconds of one step, over so many."""
     begin = time.perf_counter()
     for _ in range(num):
         step()

@@ -36,11 +36,7 @@ def measure(repeats: int) -> tuple[Table, list[Target]]:
 
 
 def once(folder: str, imports: str) -> float:
-    """Return the seconds until one process has the verdict.
-
-    Raises:
-        subprocess.CalledProcessError: The process fails, or finds this node unfit.
-    """
+    """Return the seconds until one process has the verdict."""
     begin = time.monotonic()
     argv = [sys.executable, "-m", "operate.preflight", folder, imports]
     printed = subprocess.check_output(argv, cwd=_BENCHMARKS, text=True)
@@ -48,7 +44,6 @@ def once(folder: str, imports: str) -> float:
 
 
 def main(folder: str, imports: str) -> None:
-    """Check this node."""
     from hpc_elastic.agent.preflight import Preflight
 
     checks = Preflight(Path(folder), [], shared=False)

@@ -64,7 +64,6 @@ class Ours:
     program: str = "hpc_elastic.agent"
 
     def start(self, sandbox: SlurmSandbox, folder: Path) -> None:
-        """Submit a run of one to four nodes."""
         agent = {"warm_imports": ["torch", "ahead"], **self.settings.get("agent", {})}
         settings = {**self.settings, "agent": agent, "setup": [_note_begin(folder)]}
         argv = [sys.executable, *map(str, (TRAINING, folder, folder / "run")), json.dumps(settings)]
@@ -74,11 +73,9 @@ class Ours:
         )  # fmt: skip
 
     def leader(self, folder: Path) -> str:
-        """Return the node whose agent leads."""
         return host_of_leader(folder / "run")
 
     def notices(self, folder: Path) -> list[Notice]:
-        """Return what the leaders did."""
         return read_notices(folder / "run")
 
 
@@ -92,7 +89,6 @@ class Torchrun:
     program: str = str(TORCHRUN)
 
     def start(self, sandbox: SlurmSandbox, folder: Path) -> None:
-        """Submit one job for each node."""
         port = next(_ports)
         for node in sandbox.nodes:
             options = ["-N1", f"--nodelist={node}", "--exclusive", "--no-requeue"]
@@ -112,7 +108,6 @@ class Torchrun:
         return shlex.join(argv)
 
     def leader(self, folder: Path) -> str:
-        """Return the node of the store."""
         return "node1"
 
     def notices(self, folder: Path) -> list[Notice]:
@@ -144,12 +139,7 @@ def nvrx_version(program: str) -> str | None:
 
 
 def peers(settings: dict[str, Any], nvrx: str | None = None) -> dict[str, Peer]:
-    """Return all peers by their names on the command line.
-
-    Args:
-        settings: Launcher settings of ours that are not the default.
-        nvrx: The program ft_launcher; None: it is not there.
-    """
+    """Return all peers by their names on the command line; ``nvrx`` is the program ft_launcher."""
     others = {} if nvrx is None else {"nvrx": ft_launcher(nvrx)}
     return {
         "ours": Ours(settings),

@@ -75,12 +75,10 @@ class LightAgent:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Look for the leader and ask for a place."""
         self.following.join()
         self.tick()
 
     def tick(self) -> None:
-        """Time has passed."""
         self._carry_out(self.following.tick(time.monotonic()))
 
     def die(self) -> None:
@@ -144,8 +142,6 @@ class LightAgent:
 
 
 class Group:
-    """All agents of a run."""
-
     def __init__(self, entry: LogEntry, size: int, folder: Path) -> None:
         self.entry = entry
         self.heartbeat = heartbeat(size)
@@ -183,7 +179,6 @@ class Group:
         return await self._reach(since)
 
     def end(self) -> None:
-        """Stop everything."""
         if self._life is not None:
             self._life.cancel()
 
@@ -202,11 +197,9 @@ class Group:
             await asyncio.sleep(_TURN_S)
 
     def lease(self) -> int | None:
-        """Return what shows that the leader lives."""
         return self._register.lease(self.entry.term)
 
     def check(self) -> None:
-        """See whether everybody has a rank."""
         if not self.waiting:
             self._complete.set()
 

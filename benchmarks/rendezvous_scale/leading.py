@@ -25,12 +25,10 @@ SECRET = b"the secret of a run that lives for a few seconds"
 
 
 def member(slot: int, attempt: int = 0) -> Agent:
-    """Return an agent of the group."""
     return Agent(f"1000_{slot}", attempt, slot, f"node{slot:05d}", nproc=8)
 
 
 def heartbeat(size: int) -> HeartbeatConfig:
-    """Return what a run of so many nodes has by default."""
     defaults = RendezvousSettings()
     return HeartbeatConfig.of(defaults.heartbeat_interval_s, defaults.heartbeat_timeout_s, size)
 
@@ -47,7 +45,6 @@ class IdleScheduler:
         return ADDRESS, 1
 
     def poll_tasks(self) -> dict[str, TaskState]:
-        """Return the states of all tasks."""
         return self._view
 
     def _do_nothing(self, *_: object) -> None:

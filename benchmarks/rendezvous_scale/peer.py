@@ -40,11 +40,9 @@ class Counter:
 
     @property
     def name(self) -> str:
-        """The backend's."""
         return str(self._backend.name)
 
     def get_state(self) -> Any:
-        """Count and pass on."""
         return self._counted(self._backend.get_state(), 0)
 
     def set_state(self, state: bytes, token: Any = None) -> Any:

@@ -18,11 +18,7 @@ class NoAnswerError(Exception):
 
 
 def allow_files(count: int) -> None:
-    """Raise the soft limit of open files, so that so many connections fit.
-
-    Raises:
-        SystemExit: the hard limit is lower.
-    """
+    """Raise the soft limit of open files, so that so many connections fit."""
     wanted = count + _SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard not in (resource.RLIM_INFINITY,) and hard < wanted:
@@ -49,11 +45,6 @@ def side(work: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
 
 
 def answer(pipe: Connection, patience_s: float) -> Any:
-    """Return what a process says next.
-
-    Raises:
-        NoAnswerError: it has ended or takes longer.
-    """
     try:
         if pipe.poll(patience_s):
             return pipe.recv()

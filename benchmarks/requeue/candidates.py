@@ -49,18 +49,12 @@ _PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class Candidate:
-    """A job that was submitted.
-
-    Attributes:
-        task: What squeue calls it.
-        begun: A line each time its loop begins: Unix seconds.
-    """
+    """A job that was submitted, and a line for each time that its loop began."""
 
     task: str
     begun: Path
 
     def moments(self) -> list[float]:
-        """Return when its loop began, each attempt of it."""
         lines = self.begun.read_text().split("\n")[:-1] if self.begun.exists() else []
         return [float(line) for line in lines]
 
@@ -72,7 +66,6 @@ class Loop(Checkpointable):
         self.begun = begun
 
     def __call__(self) -> None:
-        """Say that it begins, and go on for ever."""
         import torch  # noqa: F401
 
         with self.begun.open("a") as f:
@@ -81,7 +74,6 @@ class Loop(Checkpointable):
 
 
 def hpc_elastic(folder: Path, node: str) -> Candidate:
-    """Start a run of one node by the launcher."""
     script, begun = folder / "ours.py", folder / "ours.begun"
     script.write_text(OURS)
     options = ["+launcher=slurm", "nodes=1", "launcher.wait=false", f"+begun={begun}"]
@@ -132,7 +124,6 @@ class Thief:
 
     @classmethod
     def on(cls, folder: Path, nodes: list[str], for_s: float, environ: Mapping[str, str]) -> Thief:
-        """Take nodes for a while."""
         thief = cls(folder / f"took-{time.time_ns()}", folder / f"done-{time.time_ns()}")
         work = f"date +%s.%N > {thief.took}; sleep {for_s}; date +%s.%N > {thief.done}"
         argv = ["sbatch", "--parsable", "--partition=high", "--exclusive", "--no-requeue"]
@@ -142,7 +133,6 @@ class Thief:
         return thief
 
     def end(self, for_s: float) -> float:
-        """Wait until it is done; return when that was."""
         deadline = time.monotonic() + for_s + _PATIENCE_S
         while not (self.done.exists() and self.done.read_text()):
             if time.monotonic() > deadline:

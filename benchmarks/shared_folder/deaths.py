@@ -46,15 +46,7 @@ CASES: dict[str, tuple[Callable[[Stage], Fault], float | None]] = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """One fault, and what came of it.
-
-    Attributes:
-        case: Of `CASES`.
-        place: Where.
-        outcome: ``recovered``, or what came instead.
-        step_s: Until the next step.
-        pause_s: From the last step before.
-    """
+    """One fault, and what came of it: ``recovered``, or else; the pause is from the last step."""
 
     case: str
     place: str
@@ -64,7 +56,6 @@ class Measurement:
 
 
 def measure(case: str, place: Place, train_s: float) -> Measurement:
-    """Start a training, do one thing to it, and see what comes of it."""
     joins = case == JOIN
     if joins:
         occupy_newcomer(place.sandbox)
@@ -80,7 +71,6 @@ def measure(case: str, place: Place, train_s: float) -> Measurement:
 
 
 def table(measured: Sequence[Measurement]) -> Table:
-    """Return a line for each case, the places side by side."""
     columns = [Column("")]
     for place in (LOCAL, NFS):
         columns += [Column(f"{place}: next step", ".2f"), Column(f"{place}: pause", ".2f")]

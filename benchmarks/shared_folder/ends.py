@@ -19,14 +19,12 @@ _SETTLED_S = 5.0
 
 @dataclass(frozen=True)
 class Course:
-    """One run that was left alone; seconds.
+    """One run that was left alone; seconds, of the saves one for each.
 
-    Attributes:
-        held_up_s: Of each save, the rank that was held up longest.
-        complete_s: Of each save, from its begin until the first rank had it committed.
-        end_s: From the run's result until the launcher's last word.
-        end_of_workers_s: From the end of the last worker's function until then.
-        problems: What the launcher said that was not so.
+    ``held_up_s``: of the rank that was held up longest; ``complete_s``: from its begin until the
+    first rank had it committed. ``end_s``: from the run's result until the launcher's last word;
+    ``end_of_workers_s``: from the end of the last worker's function. ``problems``: what the
+    launcher said that was not so.
     """
 
     held_up_s: list[float] = field(default_factory=list)
@@ -58,7 +56,6 @@ def measure(place: Place, *, num_saves: int) -> Course:
 
 
 def table(found: dict[str, list[Course]]) -> Table:
-    """Return a line for each figure, the places side by side."""
     rows: dict[str, dict[str, Cell]] = {}
     for place, courses in found.items():
         ends = [c.end_of_workers_s for c in courses]
@@ -104,7 +101,6 @@ def targets(found: dict[str, list[Course]]) -> list[Target]:
 
 
 def told(found: dict[str, list[Course]]) -> Sequence[str]:
-    """Return what was wrong, each a sentence."""
     return [
         f"{place}: {p}" for place, courses in found.items() for c in courses for p in c.problems
     ]

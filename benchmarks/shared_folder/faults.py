@@ -65,13 +65,8 @@ CASES: dict[str, Callable[[Training, Callable[[float], None]], None]] = {
 class Measurement:
     """One fault, and what came of it.
 
-    Attributes:
-        case: Of `CASES`.
-        place: Where.
-        problems: What did not hold, each a sentence.
-        pause_s: The longest time without any step, from the fault on.
-        leaders: How many leaders the run has had.
-        nodes: Of the group at the end.
+    ``problems``: what did not hold, each a sentence; ``pause_s``: the longest time without any
+    step, from the fault on; ``leaders``: of the whole run; ``nodes``: of the group at the end.
     """
 
     case: str
@@ -144,7 +139,6 @@ def _problems(run: Training, watch: RunMonitor) -> Iterator[str]:
 
 
 def table(measured: Sequence[Measurement]) -> Table:
-    """Return a line for each case and place."""
     columns = (
         Column(""), Column(""), Column("held"), Column("longest pause, s", ".1f"),
         Column("leaders", "g"), Column("nodes at the end", "g"),
@@ -171,5 +165,4 @@ def targets(measured: Sequence[Measurement]) -> list[Target]:
 
 
 def told(measured: Sequence[Measurement]) -> list[str]:
-    """Return what did not hold, each a sentence."""
     return [f"{m.place}, {m.case}: {problem}" for m in measured for problem in m.problems]

@@ -54,25 +54,14 @@ SETTINGS = {"agent": {"warm_workers": False}, "max_restarts": 100, "scale_up_tim
 
 @dataclass(frozen=True)
 class Window:
-    """What all clients asked for in a while.
-
-    Attributes:
-        seconds: How long it was.
-        asked: For each client: how often, by operation and path below the run.
-        new_files: How many files more there are at its end.
-    """
+    """What all clients asked for in a while: how often, by operation and path below the run."""
 
     seconds: float
     asked: Mapping[str, Counter[tuple[str, str]]]
     new_files: int = 0
 
     def rate(self, client: str, *, own: bool | None = None) -> float:
-        """Return a client's operations a minute.
-
-        Args:
-            client: Which.
-            own: Only those on its own logs and ledger; False: only the others; None: all.
-        """
+        """Return a client's operations a minute; ``own``: on its own logs and ledger, or others."""
         return self.num(client, own=own) * 60 / self.seconds
 
     def num(self, client: str, *, own: bool | None = None) -> int:
@@ -88,13 +77,9 @@ class Window:
 class Size:
     """What was counted in a run of one size.
 
-    Attributes:
-        agents: Nodes, each with an agent and a worker.
-        leader: The node of the leader in the steady windows.
-        steady: Training, watched by the launcher.
-        watched: The same with `hpc-elastic status --watch` beside it.
-        events: What happened, and the operations in that time.
-        files: At the end, by folder; with what number of checkpoints made: `NUM_CHECKPOINTS`.
+    ``leader``: in the steady windows, in which the launcher watches; ``watched``: the same with
+    `hpc-elastic status --watch` beside it. ``files``: at the end, by folder, with `NUM_CHECKPOINTS`
+    made.
     """
 
     agents: int
@@ -106,18 +91,12 @@ class Size:
 
     @property
     def followers(self) -> list[str]:
-        """The other nodes."""
         return [client for client in self.steady.asked if client not in (self.leader, LOGIN)]
 
 
 @dataclass
 class Found:
-    """All sizes.
-
-    Attributes:
-        sizes: In order.
-        skipped: Why the others were left out.
-    """
+    """All sizes, and why others were left out."""
 
     sizes: list[Size] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
@@ -228,7 +207,6 @@ def _files(run: Training) -> dict[str, int]:
 
 
 def tables(found: Found) -> list[Table]:
-    """Return what was counted."""
     made = [_steady(found), _events(found)]
     for size in found.sizes:
         if size.files:

@@ -35,11 +35,9 @@ PATIENCE_S = 300.0
 
 @dataclass(frozen=True)
 class Place:
-    """A sandbox, and the folder for its runs.
+    """A sandbox, and the folder for its runs, as the nodes see it.
 
-    Attributes:
-        name: `LOCAL` or `NFS`.
-        folder: As the nodes see it. This machine sees what the file server has.
+    This machine sees what the file server has.
     """
 
     name: str
@@ -49,7 +47,6 @@ class Place:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """Make a folder that goes at the end."""
     folder = Path(tempfile.mkdtemp(prefix="shared-folder-")).resolve()
     try:
         yield folder
@@ -70,12 +67,7 @@ def place_of(name: str, sandbox: str, folder: Path, nodes: int = 4) -> Iterator[
 class Training:
     """A training under way, and its launcher, which waits for it on the login node.
 
-    Attributes:
-        place: Where.
-        local: The folder that all see at once: what the workers and the launcher write down.
-        run: The run's directory.
-        launcher: The process.
-        num_saves: How many saves were asked for.
+    ``local`` is a folder that all see at once, for what workers and launcher write down.
     """
 
     place: Place
@@ -88,15 +80,12 @@ class Training:
     program = "hpc_elastic.agent"
 
     def leader(self, _: Path | None = None) -> str:
-        """Return the node whose agent leads."""
         return host_of_leader(self.run)
 
     def notices(self, _: Path) -> list[Notice]:
-        """Return what the leaders did."""
         return read_notices(self.run)
 
     def workers(self) -> list[Worker]:
-        """Return all workers that have joined a group so far."""
         return read_workers(self.local)
 
     def group(self, size: int, since: float = 0.0) -> list[Worker]:
@@ -123,7 +112,6 @@ class Training:
 
     @property
     def log(self) -> Path:
-        """What the launcher says."""
         return self.local / "launcher.log"
 
     def save(self) -> list[dict[str, float]]:
@@ -139,7 +127,6 @@ class Training:
         return found()
 
     def saves(self) -> list[dict[str, float]]:
-        """Return what all ranks have written down of their saves."""
         texts = [path.read_text() for path in self.local.glob("*.saves")]
         whole = [line for text in texts for line in text.split("\n")[1:-1]]
         return [json.loads(line) for line in whole]
@@ -147,8 +134,7 @@ class Training:
     def finish(self) -> Sequence[str]:
         """Tell the training to finish, wait for the launcher's end, and return what it said wrong.
 
-        Returns:
-            Sentences; none if the exit code is 0 and its last word that the run has succeeded.
+        None if the exit code is 0 and its last word that the run has succeeded.
         """
         tell(self.local, saves=self.num_saves, finish=True)
         try:
@@ -182,14 +168,8 @@ def training(
 ) -> Iterator[Training]:
     """Start a training on the login node; end what is left of it, and bring the nodes back.
 
-    Args:
-        place: Where.
-        nodes: As ``nodes=`` of a run.
-        mib: Size of the state.
-        every_steps: Between two saves, beside those that are asked for.
-        pause_s: Seconds of a step.
-        light: Whether it is the one without torch, which saves nothing.
-        settings: Of the launcher, where they are not the default.
+    ``every_steps``: between two saves, beside those that are asked for; ``light``: the one without
+    torch, which saves nothing; ``settings``: of the launcher, where they are not the default.
     """
     sandbox = place.sandbox
     with tempfile.TemporaryDirectory(prefix="shared-folder-local-") as name:

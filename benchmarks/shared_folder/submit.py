@@ -36,7 +36,6 @@ def tell(folder: Path, *, saves: int = 0, finish: bool = False) -> None:
 
 
 def submit(raw: str) -> None:
-    """Submit a training and wait for its end."""
     from hpc_elastic import launch
 
     given = json.loads(raw)

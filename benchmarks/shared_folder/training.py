@@ -24,17 +24,10 @@ _kept: list[nn.Module] = []
 
 
 def train(local: str, checkpoints: str, mib: int, every_steps: int, pause_s: float) -> int:
-    """Train until told to finish, at the end of an epoch of ten steps.
+    """Train until told to finish, at the end of an epoch of ten steps; return the steps.
 
-    Args:
-        local: A folder that all nodes see at once.
-        checkpoints: Where the state is saved.
-        mib: Size of the state, on all ranks together.
-        every_steps: Between two saves.
-        pause_s: Seconds that a step takes beside its work.
-
-    Returns:
-        The number of steps.
+    ``local`` is a folder that all nodes see at once; the state has ``mib`` on all ranks together;
+    ``pause_s`` is what a step takes beside its work.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -2,22 +2,11 @@
 
     python benchmarks/checkpoint.py --gib 1 --repeats 7 --directory /some/disk
 
-- *blocked*: until the training loop may change the tensors again;
-- *total*: until the checkpoint is on disk (ours: checksummed, synced and committed);
-- *restore*: until the state is filled (ours: verified), *cold*, with nothing of the files in the
-  page cache, and once more, *warm*. A first one does not count: a virtual machine may have to get
-  the memory for the page cache from its host.
-
-The floors are a copy of the same tensors into warm buffers (the C library's memmove, and torch's
-copy), a plain write and fsync of the same bytes (through the page cache, and past it), and a plain
-read with a checksum. All ways take turns, in a random order, on one state of tensors of
-``--tensor-mib``, in one process of one rank; files are removed and the disk is synced in between.
-Medians, and the range.
+`ABOUT` says what is measured. Files are removed and the disk is synced between two turns.
 
 *compared*: what the first save of several ranks does besides: samples of all tensors, which rank 0
-compares; the same CPU time counts for each rank.
-
-With ``--steps``, a training is timed too, alone and while a save is written, ours and DCP's.
+compares; the same CPU time counts for each rank. With ``--steps``, a training is timed too, alone
+and while a save is written, ours and DCP's.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """How long from the start of the workers to the first step of a script that uses torch.compile.
 
-A run of one node (launcher=local) whose script compiles a small transformer and raises an error
-after its third step, twice. Before it does, it removes the folder in which torch keeps compiled
-graphs on a node, as if the next worker were on another node. Before the second error it removes
-the run's copies as well, which is how it is without them:
-
     python benchmarks/compile_cache.py --repeats 3
+
+A run of one node (launcher=local) whose script raises an error after its third step, twice. Before
+it does, it removes the folder in which torch keeps compiled graphs on a node, as if the next worker
+were on another node; before the second error the run's copies as well, as it is without them.
 """
 
 import json

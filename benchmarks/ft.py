@@ -4,34 +4,9 @@
     pip install 'hpc_elastic[bench]'
     python benchmarks/ft.py [--parts a b ...] [--quick] [--samples FILE]
 
-One process a replica, on CPU gloo over loopback; the workers of both libraries run the same lines
-(`ft/worker.py`), and are forked after their imports. Ours and torchft's take turns. Parts:
-
-- a: a step of start_quorum, allreduce and should_commit, less a plain gloo step of the same
-  process: allreduce, and the division by the number of replicas; both take turns;
-- b: SIGKILL of a replica to the next commit of the others (of a step begun after the signal), with
-  the defaults of the Python API, and with those of the lighthouse's command line;
-- c: the lighthouse is killed, and comes back or does not: the longest gap between commits, and who
-  crashes;
-- d: a replica comes to others that train: from its imports to its first commit, and how long the
-  others' longest step takes meanwhile;
-- e: a state of 1 GB is fetched from peers;
-- f: a round of the quorum, of 16 to 256 members on one coordinator, and of 64 and 256 groups of
-  eight ranks, over sockets and simulated;
-- g: SIGSTOP of a replica to the next commit of the others;
-- h: the same as a, b and d with two replica groups of two ranks, which shard the model inside;
-- i: the check for silent data corruption: its share of the time of 100 steps.
-
-Two more only if they are asked for:
-
-- j: a replica with a large state comes to others over a slow network: how long they wait. Takes
-  root;
-- k: a fresh replica with a sharded model (FSDP2, with tensor parallelism, with CPU offload) joins
-  one that trains, both of two ranks: whether all their bits are equal after 30 steps, and how many
-  steps of the other failed.
-
-Each cell is a median, with its range and number of samples. A bound (15 s for ours, 75 s for
-torchft) stands where somebody did not go on at all.
+`ABOUT` says what each part measures. Workers are forked after their imports. Parts j, which takes
+root, and k are measured only if they are asked for. Each cell is a median, with its range and
+number of samples.
 """
 
 from __future__ import annotations

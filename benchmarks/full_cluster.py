@@ -3,18 +3,11 @@
 
     as root: python benchmarks/full_cluster.py
 
-Sixteen nodes of a Slurm sandbox under backfill, on which an hour of a real cluster is a minute: the
-same jobs of all shapes are submitted for each contestant (`full_cluster/background.py`), each on a
-sandbox of its own. After some minutes the same training is submitted, as
-
-- hpc_elastic, ``nodes=1:16 launcher.harvest=auto``;
-- one job of four nodes, and one of eight, with a time limit that is long enough;
-- hydra-submitit-launcher with four nodes, whose job is requeued at its time limit;
-- torchrun in a chain of short jobs of four nodes;
-- nobody, to see how long the other jobs wait by themselves.
-
-The training is node time that is to be spent (`full_cluster/work.py`), without torch. All peers
-save each step, so that they lose nothing when a job ends.
+`ABOUT` says what is measured. The training is submitted after some minutes, as a run of ours; as
+one job, with a time limit that is long enough; by hydra-submitit-launcher, whose job is requeued at
+its time limit; by torchrun in a chain of short jobs; and not at all, to see how long the other jobs
+wait by themselves. It is node time that is to be spent (`full_cluster/work.py`), without torch. All
+peers save each step, so that they lose nothing when a job ends.
 """
 
 from __future__ import annotations

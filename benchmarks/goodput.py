@@ -3,22 +3,15 @@
 
     as root: python benchmarks/goodput.py --minutes 10
 
-Four nodes of a Slurm sandbox, one worker a node. Once all four have trained for a while, a fixed
-trace (`goodput/trace.py`) takes nodes by jobs of higher priority and gives them back, all four at
-once in the middle, with Slurm's grace of five seconds. Everybody trains the same network in steps
-of the same length (`goodput/workload.py`), saves every 15 seconds, and saves when SIGTERM comes.
-One after the other, twelve minutes each:
+`ABOUT` says what is measured. The trace (`goodput/trace.py`) begins once all four nodes have
+trained for a while. Everybody trains the same network in steps of the same length
+(`goodput/workload.py`), saves every 15 seconds, and saves when SIGTERM comes:
 
 - hpc_elastic: a run of one to four nodes, with the default settings;
 - submitit + torchrun, a job a node: torchrun --nnodes=1:4 in four tasks of an array;
 - submitit + torchrun, one job: one job of four nodes, requeued whole;
 - submitit + torchrun, hold cleared (if asked for): the first of the two, by a user who knows how to
   take Slurm's hold of two minutes from a task that he has requeued.
-
-`goodput/account.py` says what is counted. Of the node-seconds that were available, the table shows
-which went into steps that the last state contains (trained), steps that were made and lost (in
-vain), waiting in the queue while the node had nobody else (queued), and all the rest: starting,
-importing, joining, saving, leaving, waiting for others (restarting).
 """
 
 from __future__ import annotations

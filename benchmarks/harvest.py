@@ -4,18 +4,11 @@
     python benchmarks/harvest.py
     python benchmarks/harvest.py --holes holes.npz --picture harvest.svg
 
-In virtual time. A run is an array of one-node tasks, which Slurm starts in the holes that other
-jobs leave (`harvest.holes`, `harvest.slots`); ``--holes`` names the log of a real machine, with
-arrays ``start_s`` and ``length_s``. All contestants get the same slots:
-
-- hpc_elastic: its real leader decides, agents and workers are a model with measured costs
-  (`harvest.ours` has the list of what is real);
-- torchrun with its defaults, torchrun tuned, and NVRx's ft_launcher: every change stops all nodes
-  for as long as was measured; a chain of rigid jobs, which waits until all its nodes are idle for
-  the whole length of a job (`harvest.peers`).
-
-From random hours of the log: the share of the held node-time that trains, and how long a training
-takes that would take 10 h on 16 or 64 nodes of its own. Steps are linear in the number of nodes.
+`ABOUT` says what is measured. ``--holes`` names the log of a real machine, with arrays ``start_s``
+and ``length_s``. `harvest.ours` has the list of what of hpc_elastic is real. torchrun with its
+defaults, torchrun tuned, and NVRx's ft_launcher stop all nodes at every change for as long as was
+measured; a chain of rigid jobs waits until all its nodes are idle for the whole length of a job
+(`harvest.peers`). Steps are linear in the number of nodes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 #!/usr/bin/env python3
 """How much of what islands train is counted under faults, beside the synchronous DiLoCo?
 
-    python benchmarks/islands.py --repeats 3
-
-Four islands share a folder and nothing else; the synchronous DiLoCo has four replicas that average
-through gloo. A step sleeps 50 ms, and each fragment is exchanged every 40 steps. The islands also
-run under random faults: a process is killed and started again at once, or paused for 1 to 5 s.
+python benchmarks/islands.py --repeats 3
 """
 
 from __future__ import annotations

@@ -3,13 +3,8 @@
 
     python benchmarks/operate.py --repeats 5
 
-- pre-flight: from the start of a process to the verdict on its node, on CPU;
-- commands: status, list, events and logs on the directory of a run of 16 nodes, 3 days and 200
-  faults, made up by `operate/big_run.py`; beside Python's start, the import of torch, squeue and
-  ``torchx list``. As root, with Slurm's programs, those that ask Slurm ask a sandbox;
-- a hang: from a rank that gets stuck to stacks on disk and to the next step, with the limit set to
-  two seconds;
-- the counting of steps by torch's optimizer hook.
+`ABOUT` says what is measured. The run is made up by `operate/big_run.py`. As root, with Slurm's
+programs, commands that ask Slurm ask a sandbox.
 """
 
 from __future__ import annotations

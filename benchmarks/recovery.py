@@ -3,20 +3,9 @@
 
     as root: python benchmarks/recovery.py --repeats 3
 
-Four nodes of a Slurm sandbox of its own, one worker a node, everybody's settings the default ones
-but where said; the same training (30 ms a step) for all:
-
-- hpc_elastic: a run of one to four nodes;
-- torchrun c10d: ``torchrun --nnodes=1:4 --max-restarts=3 --rdzv-backend=c10d``, each in its job;
-- torchrun c10d, tuned: with the best settings found (`recovery/peers.py`);
-- torchrun c10d, unshared (if asked for): with one of these, TORCH_DISABLE_SHARE_RDZV_TCP_STORE;
-- NVRx ft_launcher (if it is there): NVIDIA's Resiliency Extension, with torchrun's options.
-
-A fault comes when the whole group has trained for a while (so that our spares have imported torch;
-they do it slowly). The time ends with the first step of a new group on a node that was not hit; a
-node that joins counts from the start of its task, and until a step of the larger group.
-`recovery/faults.py` says how each fault is made. A trainer that stands still for two minutes is
-given up (``no step``).
+`ABOUT` says what is measured, `recovery/faults.py` how each fault is made, `recovery/peers.py` who
+runs the training, which is the same for all. A fault comes when the whole group has trained for a
+while, so that our spares have imported torch; they do it slowly.
 
 Of torchrun nothing is known between the fault and the start of the worker; of ours:
 

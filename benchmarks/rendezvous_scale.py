@@ -3,19 +3,11 @@
 
     python benchmarks/rendezvous_scale.py --repeats 3
 
-Real sockets on this machine, 127.0.0.1. For both, min nodes = max nodes = N, and the time runs from
-"all agents go", before they connect, until the last of them has its rank.
-
-- hpc_elastic: our leader in one process, N light agents in another (`rendezvous_scale/agents.py`);
-  heartbeats, events, status and entries as in a run, but no store for the workers is started.
-  *again*: from the loss of one node, which comes back at once as a new attempt, until all, who were
-  told to stop, have joined again and have their new ranks.
-- c10d: N threads of DynamicRendezvousHandler in ``--peer-processes`` processes, and one TCPStore
-  (libuv) in one of its own. A run that takes longer than ``--peer-limit-s`` is given up (``> X``).
-
-Messages and bytes are both ways, per agent, until the last agent has its rank: of ours the lines
-and the TCP payload; of c10d the requests to the store with their answers, and the state in them.
-The exponent is the slope of log time over log N, by least squares over the medians.
+`ABOUT` says what is measured. For both, min nodes = max nodes = N. Of ours there are heartbeats,
+events, status and entries as in a run, but no store for the workers is started; in *again* all are
+told to stop and join again. A run of c10d that takes longer than ``--peer-limit-s`` is given up
+(``> X``). Of ours the lines and the TCP payload are counted; of c10d the requests to the store with
+their answers, and the state in them. The exponent is by least squares over the medians.
 """
 
 from __future__ import annotations

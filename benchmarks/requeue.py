@@ -1,18 +1,14 @@
 """How long a node stays idle, or waits, between the end of a preemption and the preempted task.
 
-Three jobs of one node each, on three nodes of the sandbox, each preempted by one and the same job
-of higher priority for a while (grace of 5 s), and timed from that job's last command on:
+    as root: python benchmarks/requeue.py --repeats 5
+
+`ABOUT` says what is measured, from the last command of the preempting job on:
 
 - hpc_elastic: ``python script.py launcher=slurm nodes=1``, the real launcher. The whole run is
   taken, so nobody helps from outside;
 - submitit's checkpoint(): its own requeue, with SUBMITIT_PREEMPT_SIGNAL=TERM, so that it takes
   notice of a preemption at all;
 - plain ``sbatch --requeue``: Slurm's.
-
-"runs" is when Slurm calls the task RUNNING again, "begins" when the user's function does, torch
-imported. On a Slurm sandbox of its own:
-
-    as root: python benchmarks/requeue.py --repeats 5
 """
 
 from __future__ import annotations

@@ -3,18 +3,8 @@
 
     as root: python benchmarks/scheduler_load.py --sizes 16,32
 
-On a Slurm sandbox of each size, a run that wants all its nodes: the launcher, which watches it, and
-an agent on each node, with one worker that needs no torch. Every command of Slurm's that any of
-them calls is counted, in programs that stand before Slurm's own on the PATH, and beside that what
-slurmctld was asked for by such commands (sdiag).
-
-- waits: half of the nodes are busy, the others are there; the busiest minute from the command on;
-- trains: per minute of two;
-- preempted: all nodes at once, for 20 s; the busiest minute from then on;
-- waits for gaps: half of the nodes are busy, and the run, which trains on the others, fits the time
-  limits of its waiting tasks to gaps (``launcher.time_min``); per minute of two.
-
-And a sweep of 200 runs of which none may start, watched by one launcher.
+`ABOUT` says what is measured. The worker of each node needs no torch. Commands are counted in
+programs that stand before Slurm's own on the PATH, requests by sdiag.
 """
 
 from __future__ import annotations

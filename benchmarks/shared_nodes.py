@@ -3,10 +3,7 @@
 
     python benchmarks/shared_nodes.py --seeds 3 --hours 3
 
-In virtual time, with the real leaders and the real decisions among runs: the share of the held node
-time without a step, for sweeps and for independent runs; how much sooner eight runs end in the mean
-if further nodes go where they help most; and how exactly step times are predicted at sizes that
-were never measured. No torch, no Slurm, no network is needed.
+`ABOUT` says what is measured. No torch, no Slurm, no network is needed.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
 """How long from the command to the first line of the training function, with nodes to spare or not.
 
-Four nodes, two of them busy; a run of one to four nodes starts on the two that are free:
-
-- ours: ``python script.py +launcher=slurm nodes=1:4``
-- torchrun: ``sbatch -N2``, in it ``srun torchrun --nnodes=1:4 --rdzv-backend=c10d``, which is what
-  torch offers for a group that may grow. It waits out its last call (30 s by default), since it
-  does not know that nobody else will come; ``last_call_timeout=1`` is its best setting.
-
-Both start the same script with one worker a node, on the same nodes of a Slurm sandbox, in turn:
-
     as root: python benchmarks/start.py --repeats 3
+
+`ABOUT` says what is measured. Ours is ``python script.py +launcher=slurm nodes=1:4``; torchrun is
+``srun torchrun --nnodes=1:4`` in ``sbatch -N2``, which is what torch offers for a group that may
+grow. Both start the same script with one worker a node, on the same nodes, in turn.
 """
 
 import os

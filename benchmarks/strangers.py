@@ -3,10 +3,8 @@
 
     python benchmarks/strangers.py
 
-One process opens silent connections to a port without an end, and holds the last 5,000 of them. The
-server may open 1,024 files. Peers that know the key connect one after the other: an agent to the
-leader, a replica to the lighthouse, one that heals to another, and a worker that sends a copy of
-its checkpoint.
+Peers that know the key are an agent that connects to the leader, a replica to the lighthouse, one
+that heals to another, and a worker that sends a copy of its checkpoint.
 """
 
 from __future__ import annotations

@@ -3,18 +3,12 @@
 
     pip install -e .[bench] and, as root: python benchmarks/submit.py --repeats 3
 
-On a Slurm sandbox of its own, everything held, so that nothing starts while the clock runs. What is
-submitted stays on the disk until all is measured: for minutes ext4 avoids the places of files that
-were deleted, and looks for others whenever one is made. So let the machine rest before, too.
+`ABOUT` says what is measured. What is submitted stays on the disk until all is measured: for
+minutes ext4 avoids the places of files that were deleted, and looks for others whenever one is
+made. So let the machine rest before, too.
 
-- bare sbatch: one array of 800 one-node tasks; the floor, it knows nothing of runs;
-- hpc_elastic: the whole command `python script.py -m +launcher=slurm ...`; one array of 800 tasks;
-- hydra-submitit-launcher: likewise, one array of 200 jobs of 4 nodes, which is its idea of the same
-  sweep. It would wait for the results, so it is ended at the point where it begins to.
-
-Two times are told: the whole command, and the part of it inside the launcher. The rest is not the
-launcher's: interpreter, imports, and Hydra's sweeper, which composes every config before it calls
-the launcher (about 0.06 s each). The script itself imports nothing but Hydra.
+The rest of the whole command is not the launcher's: interpreter, imports, and Hydra's sweeper,
+which composes every config before it calls the launcher (about 0.06 s each).
 """
 
 from __future__ import annotations

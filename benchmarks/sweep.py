@@ -3,15 +3,9 @@
 
     as root: python benchmarks/sweep.py --repeats 3
 
-On a Slurm sandbox of its own with four nodes, an Optuna study of 64 trials of one node each. Trial
-n sleeps for the n-th of 64 fixed times, after torch is imported, as a training script does:
-
-- hpc_elastic: ``hydra/sweeper=elastic_optuna`` with ``launcher=slurm``; ``n_jobs`` trials are in
-  flight at any time. With a pruner too, which is another study: it has less to do;
-- hydra-optuna-sweeper with hydra-submitit-launcher: batches of ``n_jobs`` trials.
-
-The peer needs Optuna 2 and SQLAlchemy 1, so it has an environment of its own in the user's cache,
-which is made at the first use, and in which torch is that of this interpreter.
+`ABOUT` says what is measured. Ours with a pruner is another study: it has less to do. The peer
+needs Optuna 2 and SQLAlchemy 1, so it has an environment of its own in the user's cache, which is
+made at the first use, and in which torch is that of this interpreter.
 """
 
 from __future__ import annotations

@@ -3,11 +3,8 @@
 
     python benchmarks/virtual_ranks.py --repeats 25
 
-Workers on this machine, connected by gloo, train one model in three ways that take turns: plain
-DistributedDataParallel, with each worker's share at once; the same with gradient accumulation, in
-micro-batches as small as those of 16 virtual ranks; and virtual ranks. So the second way has the
-price of the small micro-batches, and the third adds that of the tree, the random numbers and the
-exchange.
+`ABOUT` says what is measured. The second way has the price of the small micro-batches; the third
+adds that of the tree, the random numbers and the exchange.
 """
 
 from __future__ import annotations

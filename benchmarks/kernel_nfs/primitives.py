@@ -6,12 +6,15 @@ system calls are made is what is measured: so `os`, not `pathlib`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
+import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from hpc_elastic import shared_files
 
@@ -33,197 +36,145 @@ def statx_sync(path: str) -> tuple[int, int]:
     return size, nlink
 
 
-def _exists(path: str) -> bool:
+_parent, _exists = os.path.dirname, os.path.exists
+
+
+@contextlib.contextmanager
+def _opened(path: str, flags: int) -> Iterator[int]:
+    descriptor = os.open(path, flags)
     try:
-        os.stat(path)
-    except OSError:
-        return False
-    return True
-
-
-def _opens(path: str) -> bool:
-    try:
-        os.close(os.open(path, os.O_RDONLY))
-    except OSError:
-        return False
-    return True
-
-
-def _open_parent(path: str) -> None:
-    os.close(os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY))
-
-
-def _listed_then_opened(path: str) -> bool:
-    return os.path.basename(path) in os.listdir(os.path.dirname(path)) and _opens(path)
-
-
-def _touched(path: str) -> bool:
-    os.utime(os.path.dirname(path))
-    return _exists(path)
-
-
-def _synced_parent(path: str) -> bool:
-    statx_sync(os.path.dirname(path))
-    return _exists(path)
-
-
-def _synced(path: str) -> bool:
-    try:
-        statx_sync(path)
-    except OSError:
-        return False
-    return True
-
-
-def _listed_afresh(path: str) -> list[str]:
-    """List the parent, after its cached listing has been dropped."""
-    descriptor = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        return os.listdir(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _own_change(path: str) -> bool:
-    probe = os.path.join(os.path.dirname(path), f".probe-{os.getpid()}")
+def _drop(descriptor: int) -> None:
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _opens(path: str) -> bool:
+    os.close(os.open(path, os.O_RDONLY))
+    return True
+
+
+def _open_parent(path: str) -> None:
+    os.close(os.open(_parent(path), os.O_RDONLY | os.O_DIRECTORY))
+
+
+def _listed(path: str) -> bool:
+    return os.path.basename(path) in os.listdir(_parent(path))
+
+
+def _synced(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        statx_sync(path)
+        return True
+    return False
+
+
+def _sync_parent(path: str) -> None:
+    statx_sync(_parent(path))
+
+
+def _listed_afresh(path: str) -> bool:
+    """List the parent, after its cached listing has been dropped."""
+    with _opened(_parent(path), os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+        _drop(descriptor)
+        return os.path.basename(path) in os.listdir(descriptor)
+
+
+def _make_beside(path: str) -> None:
+    probe = os.path.join(_parent(path), f".probe-{os.getpid()}")
     os.close(os.open(probe, os.O_CREAT | os.O_WRONLY))
     os.unlink(probe)
-    return _exists(path)
 
 
 def _linked(path: str) -> bool:
     """Ask by link(2) to a name that exists: the client cannot answer that from its cache."""
-    try:
-        os.link(path, path + ".probe")
-    except OSError:
-        return False
+    os.link(path, path + ".probe")
     os.unlink(path + ".probe")
     return True
+
+
+def _after(*steps: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a way that does all of these, and answers as the last one does."""
+    return lambda path: [step(path) for step in steps][-1]
 
 
 NAMES: dict[str, Callable[[str], bool]] = {
     "stat": _exists,
     "open": _opens,
     "O_DIRECT open": lambda path: _direct(path) is not None,
-    "open the parent, stat": lambda path: (_open_parent(path), _exists(path))[1],
-    "list the parent": lambda path: os.path.basename(path) in os.listdir(os.path.dirname(path)),
-    "list the parent, stat": lambda path: (os.listdir(os.path.dirname(path)), _exists(path))[1],
-    "list the parent, open what it names": _listed_then_opened,
+    "open the parent, stat": _after(_open_parent, _exists),
+    "list the parent": _listed,
+    "list the parent, stat": _after(_listed, _exists),
+    "list the parent, open what it names": lambda path: _listed(path) and _opens(path),
     "statx FORCE_SYNC": _synced,
-    "statx FORCE_SYNC of the parent, stat": _synced_parent,
-    "statx FORCE_SYNC of the parent, list it": lambda path: (
-        statx_sync(os.path.dirname(path)),
-        os.path.basename(path) in os.listdir(os.path.dirname(path)),
-    )[1],
-    "statx FORCE_SYNC of the parent, open": lambda path: (
-        statx_sync(os.path.dirname(path)),
-        _opens(path),
-    )[1],
-    "fadvise DONTNEED of the parent, list it": lambda path: (
-        os.path.basename(path) in _listed_afresh(path)
-    ),
-    "fadvise DONTNEED of the parent, list it, stat": lambda path: (
-        _listed_afresh(path),
-        _exists(path),
-    )[1],
+    "statx FORCE_SYNC of the parent, stat": _after(_sync_parent, _exists),
+    "statx FORCE_SYNC of the parent, list it": _after(_sync_parent, _listed),
+    "statx FORCE_SYNC of the parent, open": _after(_sync_parent, _opens),
+    "fadvise DONTNEED of the parent, list it": _listed_afresh,
+    "fadvise DONTNEED of the parent, list it, stat": _after(_listed_afresh, _exists),
     "fadvise DONTNEED of the parent, list it, open what it names": lambda path: (
-        os.path.basename(path) in _listed_afresh(path) and _opens(path)
+        _listed_afresh(path) and _opens(path)
     ),
-    "statx FORCE_SYNC and fadvise DONTNEED of the parent, list it, stat": lambda path: (
-        statx_sync(os.path.dirname(path)),
-        _listed_afresh(path),
-        _exists(path),
-    )[2],
-    "utime of the parent, stat": _touched,
-    "make and remove a file beside it, stat": _own_change,
+    "statx FORCE_SYNC and fadvise DONTNEED of the parent, list it, stat": _after(
+        _sync_parent, _listed_afresh, _exists
+    ),
+    "utime of the parent, stat": _after(lambda path: os.utime(_parent(path)), _exists),
+    "make and remove a file beside it, stat": _after(_make_beside, _exists),
     "link(2) to it": _linked,
 }
-"""Ways to ask whether there is a file of a name."""
+"""Ways to ask whether there is a file of a name; an OSError is a no."""
 
 
-def _direct(path: str) -> bytes | None:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    except OSError:
-        return None
-    try:
-        import mmap
-
-        buffer = mmap.mmap(-1, 4096)
-        count = os.preadv(descriptor, [buffer], 0)
-        return bytes(buffer[:count])
-    finally:
-        os.close(descriptor)
+def _direct(path: str) -> bytes:
+    buffer = mmap.mmap(-1, 4096)  # O_DIRECT wants aligned memory
+    with _opened(path, os.O_RDONLY | os.O_DIRECT) as descriptor:
+        return bytes(buffer[: os.preadv(descriptor, [buffer], 0)])
 
 
 def _read(path: str) -> bytes:
     return Path(path).read_bytes()
 
 
-def _dropped(path: str) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        return os.read(descriptor, 4096)
-    finally:
-        os.close(descriptor)
+def _read_by(flags: int, *around: Callable[[int], object]) -> Callable[[str], bytes]:
+    """Return a way that opens and reads; ``around`` has what it does before that, and after."""
+
+    def read(path: str) -> bytes:
+        with _opened(path, flags) as descriptor:
+            for act in around[:1]:
+                act(descriptor)
+            data = os.read(descriptor, 4096)
+            for act in around[1:]:
+                act(descriptor)
+            return data
+
+    return read
 
 
-def _locked(path: str, flags: int = os.O_RDWR) -> bytes:
-    descriptor = os.open(path, flags)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX if flags == os.O_RDWR else fcntl.LOCK_SH)
-        data = os.read(descriptor, 4096)
-        fcntl.lockf(descriptor, fcntl.LOCK_UN)
-        return data
-    finally:
-        os.close(descriptor)
-
-
-def _flocked(path: str) -> bytes:
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        return os.read(descriptor, 4096)
-    finally:
-        os.close(descriptor)
-
-
-def _for_writing(path: str) -> bytes:
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        return os.read(descriptor, 4096)
-    finally:
-        os.close(descriptor)
+def _lock(kind: int) -> Callable[[int], object]:
+    return lambda descriptor: fcntl.lockf(descriptor, kind)
 
 
 CONTENT: dict[str, Callable[[str], bytes]] = {
     "open and read": _read,
-    "open O_RDWR and read": _for_writing,
-    "list the parent, open and read": lambda p: (os.listdir(os.path.dirname(p)), _read(p))[1],
-    "O_DIRECT open and read": lambda path: _direct(path) or b"",
-    "statx FORCE_SYNC, open and read": lambda p: (_synced(p), _read(p))[1],
-    "statx FORCE_SYNC of the parent, open and read": lambda p: (
-        statx_sync(os.path.dirname(p)),
-        _read(p),
-    )[1],
-    "fadvise DONTNEED of the parent, list it, open and read": lambda p: (
-        _listed_afresh(p),
-        _read(p),
-    )[1],
-    "both of these, of the parent, open and read": lambda p: (
-        statx_sync(os.path.dirname(p)),
-        _listed_afresh(p),
-        _read(p),
-    )[2],
-    "stat, open and read": lambda p: (_exists(p), _read(p))[1],
-    "open, fadvise DONTNEED, read": _dropped,
-    "open, fcntl write lock, read": _locked,
-    "open, fcntl read lock, read": lambda path: _locked(path, os.O_RDONLY),
-    "open, flock, read": _flocked,
-    "utime of it, open and read": lambda p: (os.utime(p), _read(p))[1],
-    "chmod of it, open and read": lambda p: (os.chmod(p, 0o644), _read(p))[1],
+    "open O_RDWR and read": _read_by(os.O_RDWR),
+    "list the parent, open and read": _after(_listed, _read),
+    "O_DIRECT open and read": _direct,
+    "statx FORCE_SYNC, open and read": _after(_synced, _read),
+    "statx FORCE_SYNC of the parent, open and read": _after(_sync_parent, _read),
+    "fadvise DONTNEED of the parent, list it, open and read": _after(_listed_afresh, _read),
+    "both of these, of the parent, open and read": _after(_sync_parent, _listed_afresh, _read),
+    "stat, open and read": _after(_exists, _read),
+    "open, fadvise DONTNEED, read": _read_by(os.O_RDONLY, _drop),
+    "open, fcntl write lock, read": _read_by(os.O_RDWR, _lock(fcntl.LOCK_EX), _lock(fcntl.LOCK_UN)),
+    "open, fcntl read lock, read": _read_by(
+        os.O_RDONLY, _lock(fcntl.LOCK_SH), _lock(fcntl.LOCK_UN)
+    ),
+    "open, flock, read": _read_by(os.O_RDWR, lambda d: fcntl.flock(d, fcntl.LOCK_EX)),
+    "utime of it, open and read": _after(os.utime, _read),
+    "chmod of it, open and read": _after(lambda path: os.chmod(path, 0o644), _read),
 }
 """Ways to read what a file contains now."""
 
@@ -236,7 +187,7 @@ def _held(path: str) -> Callable[[], bytes]:
 def warm(paths: list[str]) -> None:
     """Fill this client's caches with what there is: attributes of the parent, the name, pages."""
     for path in paths:
-        os.listdir(os.path.dirname(path))
+        os.listdir(_parent(path))
         if _exists(path) and os.path.isfile(path):
             _read(path)
 
@@ -244,10 +195,6 @@ def warm(paths: list[str]) -> None:
 def read_undelegated(path: str) -> str:
     """Read a file as the product reads what other nodes remove."""
     return shared_files.read_undelegated(Path(path))
-
-
-def look_in(path: str) -> None:
-    os.listdir(os.path.dirname(path))
 
 
 def seen(way: str, path: str, there: bool, limit_s: float) -> dict[str, float | bool]:
@@ -291,45 +238,40 @@ def _until(condition: Callable[[], bool], limit_s: float) -> dict[str, float | b
     return {"vain": vain, "ended": False}
 
 
-def make(path: str, text: str = "x") -> float:
-    """Write a file anew, in place of one that is there; return when that was done."""
+def make(path: str, text: str = "x") -> None:
+    """Write a file anew, in place of one that is there."""
     with open(path, "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    return time.time()
 
 
-def append(path: str, text: str) -> float:
-    """Append to a file; return when that was done."""
+def append(path: str, text: str) -> None:
     with open(path, "a") as file:
         file.write(text)
-    return time.time()
 
 
-def replace(path: str, text: str) -> float:
-    """Rename a new file into its place; return when that was done."""
+def replace(path: str, text: str) -> None:
     make(path + ".new", text)
     os.replace(path + ".new", path)
-    return time.time()
 
 
-def rename(source: str, target: str) -> float:
-    """Rename; return when that was done."""
-    os.rename(source, target)
-    return time.time()
+DEEDS: dict[str, Callable[..., object]] = {
+    "make": make, "append": append, "replace": replace, "rename": os.rename, "remove": os.unlink,
+    "list": lambda path: os.listdir(_parent(path)),
+}  # fmt: skip
 
 
-def remove(path: str) -> float:
-    """Remove a file; return when that was done."""
-    os.unlink(path)
+def act(deed: str, *arguments: str) -> float:
+    """Do something to a file or its folder; return when that was done."""
+    DEEDS[deed](*arguments)
     return time.time()
 
 
 def prepare(paths: list[str], kind: str) -> None:
     """Make the parents of paths, and what is there: see `visibility.Change.kind`."""
     for path in paths:
-        os.makedirs(os.path.dirname(path))
+        os.makedirs(_parent(path))
         if kind in ("file", "linked"):
             make(path, "old")
             if kind == "linked":

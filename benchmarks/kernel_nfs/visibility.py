@@ -23,7 +23,7 @@ class Change:
     """Something that one client does to a path, and that another one waits for.
 
     ``kind`` is what is there before: ``""`` nothing, ``folder``, ``file``, or ``linked``, a file of
-    two names. The one calls the function ``deed`` of `primitives`, the other its ``wait`` with the
+    two names. The one does ``deed`` of `primitives.DEEDS`, the other its ``wait`` with the
     way as the first argument.
     """
 
@@ -74,7 +74,7 @@ def measure(
 
         def act(way: str) -> float:
             arguments = change.arguments(paths[way])
-            return float(writer.call(_MODULE, change.deed, *arguments))
+            return float(writer.call(_MODULE, "act", change.deed, *arguments))
 
         waits = {way: pool.submit(wait, way) for way in change.ways}
         time.sleep(_SETTLE_S)
@@ -138,18 +138,18 @@ def delegated(owner: Machine, other: Machine, folder: str, held: Callable[[], in
     owner.call(_MODULE, "read_undelegated", removable)
     number = held()
     owner.kill()
-    deeds["list a folder in which a removal hangs"] = "look_in"
+    deeds["list a folder in which a removal hangs"] = "list"
     paths["list a folder in which a removal hangs"] = paths["unlink"]
     with ThreadPoolExecutor(len(deeds)) as pool:
 
         def timed(deed: str) -> float:
-            if deeds[deed] == "look_in":
+            if deeds[deed] == "list":
                 time.sleep(2 * _SETTLE_S)
             arguments = [paths[deed]]
             if deeds[deed] in ("replace", "append"):
                 arguments.append("new")
             began = time.time()
-            other.call(_MODULE, deeds[deed], *arguments, timeout_s=240)
+            other.call(_MODULE, "act", deeds[deed], *arguments, timeout_s=240)
             return time.time() - began
 
         found = {deed: pool.submit(timed, deed) for deed in deeds}

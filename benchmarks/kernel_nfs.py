@@ -27,6 +27,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from evidence.needs import KERNELS, SANDBOX
@@ -70,12 +71,10 @@ def main() -> int:
                 for problem in reports[-1].problems:
                     say(f"{mount}: {problem}")
         if given.keep:
-            shutil.copytree(
-                machines_up.layout.directory / "log", given.keep / "log", dirs_exist_ok=True
-            )
-            kept = machines_up.layout.directory / "kept"
-            if kept.exists():
-                shutil.copytree(kept, given.keep, symlinks=True, dirs_exist_ok=True)
+            folder = machines_up.layout.directory
+            shutil.copytree(folder / "log", given.keep / "log", dirs_exist_ok=True)
+            if (folder / "kept").exists():
+                shutil.copytree(folder / "kept", given.keep, symlinks=True, dirs_exist_ok=True)
         notes.append(f"kernel of the machines: {machines_up.server.run('uname -r').strip()}")
     notes += [f"{report.options}: {note}" for report in reports for note in report.notes]
     if reports:
@@ -119,8 +118,7 @@ def seen(up: Cluster, mounts: list[str], say, notes: list[str]) -> Iterator[Tabl
         notes += [f"{mount}, link(2) of two clients: {n} times {what}" for what, n in links.items()]
         ticks.append((mount, visibility.two_in_a_tick(writer, reader, f"{FOLDER}/two-{number}")))
         if mount.startswith("vers=4"):
-            address = writer.address
-            held = lambda: up.facts("delegations", address)  # noqa: E731, B023
+            held = partial(up.facts, "delegations", writer.address)
             for line in visibility.delegated(writer, reader, f"{FOLDER}/held-{number}", held):
                 notes.append(f"{mount}, delegations: {line}")
     columns = (Column("way of asking"), *(Column(mount, ".1f") for mount in mounts))
@@ -132,9 +130,10 @@ def seen(up: Cluster, mounts: list[str], say, notes: list[str]) -> Iterator[Tabl
 
 def tick_table(ticks: list[tuple[str, dict[str, list[int]]]]) -> Table:
     """Return of how many second files of one tick each way of asking told."""
-    first = [
-        ("unlisted at first, and a minute later", *(" ".join(map(str, t[""])) for _, t in ticks))
-    ]
+    first = (
+        "unlisted at first, and a minute later",
+        *(" ".join(map(str, t[""])) for _, t in ticks),
+    )
     ways = dict.fromkeys(way for _, told in ticks for way in told if way)
     rows = [
         (way, *("{} of {}".format(*told[way]) if way in told else "" for _, told in ticks))
@@ -142,7 +141,7 @@ def tick_table(ticks: list[tuple[str, dict[str, list[int]]]]) -> Table:
     ]
     caption = "Two files made at once: what tells of the second one where the listing does not"
     columns = (Column("way of asking"), *(Column(mount) for mount, _ in ticks))
-    return Table(caption, columns, (*first, *rows))
+    return Table(caption, columns, (first, *rows))
 
 
 def run_table(reports: list[runs.Report]) -> Table:

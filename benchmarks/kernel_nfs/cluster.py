@@ -11,9 +11,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from evidence.machine import ROOT
 from evidence.sandbox import sandbox_of
 
 from slurm_sandbox import SandboxConfig, SlurmSandbox
@@ -26,7 +26,8 @@ from .machines import LOCKS, Machine, MachineError
 
 FOLDER = "/tmp/shared"
 """Where each machine has the shared folder; the server has it at `EXPORT`."""
-CLONE = Path(__file__).resolve().parents[2]
+PATIENCE_S = 300.0
+"""For each thing that is waited for; it bounds hanging, and measures nothing."""
 NUM_NODES = 3
 _NODE = """{locks}
 cp -p {munge}/munge.key /run/munge.key
@@ -55,7 +56,7 @@ class Cluster:
     def env(self) -> dict[str, str]:
         return {
             "SLURM_CONF": str(self.layout.slurm_conf),
-            "PYTHONPATH": str(CLONE),
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}",
             "HOME": f"{FOLDER}/home",
             "OMP_NUM_THREADS": "1",
         }
@@ -72,11 +73,8 @@ class Cluster:
         self.seen_options = machines.mount(machine, self.server, self.options, FOLDER)
         munged = munged_argv(layout)
         machine.start(munged[munged.index("setpriv") :], layout.log(f"munged-{name}"))
-        deadline = time.monotonic() + 30
-        while not machine.run(["ls", str(munge)]).count("munge.socket"):
-            if time.monotonic() > deadline:
-                raise MachineError(f"{name}: munged does not come up")
-            time.sleep(0.2)
+        listed = lambda: machine.run(["ls", str(munge)])  # noqa: E731
+        wait_until(f"munged of {name} is up", lambda: "munge.socket" in listed(), 30, poll_s=0.2)
         if not is_login:
             slurmd = [slurm_program(layout, "slurmd"), "-D", "-N", name]
             machine.start(slurmd, layout.log(f"slurmd-{name}"), env=self.env)
@@ -96,6 +94,11 @@ class Cluster:
     def idle(self) -> list[str]:
         """Return the nodes that Slurm would use."""
         return [node for node, state in self.sandbox.node_states().items() if state == "idle"]
+
+    def command(self, *argv: str) -> Any:
+        """Run a command of ours on the login node; return its exit code, and what it wrote."""
+        asked = [sys.executable, "-m", "hpc_elastic", *argv], self.env, FOLDER, PATIENCE_S
+        return self.login.call("guest", "run", *asked, timeout_s=PATIENCE_S + 60)
 
     def facts(self, function: str, *args: Any) -> Any:
         """Call a function of `facts` on the server, which sees each change at once."""
@@ -137,7 +140,3 @@ def wait_until(
         if time.monotonic() > deadline:
             raise MachineError(f"not within {timeout_s:g} s: {what}")
         time.sleep(poll_s)
-
-
-def python(*argv: str) -> list[str]:
-    return [sys.executable, *argv]

@@ -14,9 +14,10 @@ _LATE_LINES = 2
 
 
 def look(run: str) -> dict[str, Any]:
-    """Return how a run is: its events, the newest state of its group, its checkpoints, its end."""
+    """Return how a run is: its events, its checkpoints, its end."""
     path = Path(run)
     events = read_events(path / "events") if (path / "events").is_dir() else []
+    result = path / "result.json"
     kinds = (
         "leader", "round", "first_step", "joined", "node_lost", "checkpoint_failed", "end",
         "round_stopped",
@@ -24,32 +25,21 @@ def look(run: str) -> dict[str, Any]:
     return {
         "events": [event for event in events if event["kind"] in kinds],
         "hosts": {e["task"]: e["host"] for e in events if e["kind"] == "task"},
-        "status": _json(path / "status.json"),
-        "result": _json(path / "result.json"),
-        "ended": (path / "result.json").stat().st_mtime if (path / "result.json").exists() else 0,
+        "result": json.loads(result.read_text()) if result.exists() else None,
+        "ended": result.stat().st_mtime if result.exists() else 0,
         "checkpoints": sorted(
             (p.name, p.stat().st_mtime) for p in (path.parent / "checkpoints").glob("step-*")
         ),
     }
 
 
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-
-
-def progress(run: str, since: float) -> list[dict[str, Any]]:
-    lines = (Path(run) / "progress.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, lines) if line["time"] > since]
-
-
 def split(run: str) -> list[str]:
     """Return what shows that two have led at a time; [] if nothing does."""
     leaders: dict[int, set[str]] = defaultdict(set)
     numbers, found = [], []
-    for path in sorted((Path(run) / "rdzv").glob("entry.*.json"), key=_number):
+    for path in sorted(
+        (Path(run) / "rdzv").glob("entry.*.json"), key=lambda p: int(p.name.split(".")[1])
+    ):
         entry = json.loads(json.loads(path.read_text())["entry"])
         leaders[entry["term"]].add(f"{entry['leader']['task']}/{entry['leader']['attempt']}")
         numbers.append(entry["term"])
@@ -69,10 +59,6 @@ def split(run: str) -> list[str]:
     if late > _LATE_LINES:
         found.append(f"{late} lines of progress.jsonl are of an earlier leader than one before")
     return found
-
-
-def _number(path: Path) -> int:
-    return int(path.name.split(".")[1])
 
 
 def ranks(run: str) -> list[dict[str, Any]]:

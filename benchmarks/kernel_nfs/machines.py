@@ -102,14 +102,8 @@ class Machine:
             *("setpriv", "--pdeathsig", "KILL"),
             *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"),
             *("linux.uml", f"mem={memory_mb}M", f"umid={name}", f"uml_dir={folder}/", *disks),
-            *(
-                "root=/dev/root",
-                "rootfstype=hostfs",
-                "rootflags=/",
-                "ro",
-                "panic=-1",
-                f"init={init}",
-            ),
+            *("root=/dev/root", "rootfstype=hostfs", "rootflags=/", "ro"),
+            *("panic=-1", f"init={init}"),
             *("con=null", "con0=null,fd:2", "con1=fd:0,fd:1", "ssl=null"),
             f"vec0:transport=tap,ifname={name},depth=64,gro=0",
         ]

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
+
+from shared_folder import submit
 
 from slurm_sandbox.config import LOGIN
 from soak import training
 from soak.checks import rank_checks
 
-from .cluster import CLONE, FOLDER, Cluster, python, wait_until
+from .cluster import FOLDER, PATIENCE_S, Cluster, wait_until
 from .machines import EXPORT
-
-PATIENCE_S = 300.0
-"""For each thing that is waited for; it bounds hanging, and measures nothing."""
-SETTINGS: dict[str, Any] = {}
-"""Of the launcher, where they are not the default ones."""
 
 
 @dataclass
@@ -45,21 +42,18 @@ class Run:
         login = cluster.login
         login.run(["mkdir", "-p", self.folder])
         self.log = cluster.layout.directory / "log" / f"launcher-{name}.log"
-        script = CLONE / "benchmarks" / "kernel_nfs" / "submit.py"
-        argv = python(
-            str(script), self.folder, f"1:{len(cluster.sandbox.nodes)}", json.dumps(SETTINGS)
-        )
+        given = {
+            "training": "soak.training", "arguments": [self.folder], "settings": {},
+            "nodes": f"1:{len(cluster.sandbox.nodes)}", "run": f"{self.folder}/run",
+        }  # fmt: skip
         self.began = time.time()
+        argv = [sys.executable, submit.__file__, json.dumps(given)]
         self.pid = login.start(argv, self.log, cwd=FOLDER, env=cluster.env)
 
     def look(self) -> dict[str, Any]:
         found: dict[str, Any] = self.cluster.facts("look", f"{self.stored}/run")
         self.commits.update(found["checkpoints"])
         return found
-
-    def rounds(self) -> list[dict[str, Any]]:
-        """Return the rounds so far."""
-        return [event for event in self.look()["events"] if event["kind"] == "round"]
 
     def trains(self, size: int, since: float) -> dict[str, Any]:
         """Wait until ``size`` nodes make steps in a round that formed after ``since``.
@@ -117,10 +111,7 @@ def play(cluster: Cluster, name: str, options: str, say: Callable[[str], None]) 
 
 def _doctor(cluster: Cluster, report: Report) -> None:
     """Note what the doctor finds about the folder: how soon others see what, and complaints."""
-    command = python("-m", "hpc_elastic", "doctor", "--probe", "--json", "--dir", FOLDER)
-    done = cluster.login.call(
-        "guest", "run", command, cluster.env, FOLDER, PATIENCE_S, timeout_s=PATIENCE_S + 60
-    )
+    done = cluster.command("doctor", "--probe", "--json", "--dir", FOLDER)
     try:
         found = json.loads(done["out"])["findings"]
     except ValueError:
@@ -171,7 +162,7 @@ def _faults(run: Run, report: Report) -> None:
 
 def _kill(run: Run, report: Report, node: str, who: str, then: str) -> tuple[float, dict]:
     """Kill a node's machine; return when that was, and the others' first step and save after it."""
-    held = _held(run.cluster, node)
+    held = run.cluster.facts("delegations", run.cluster.up[node].address)
     report.notes.append(f"{held} delegations were held by the {who.split()[-1]}")
     at = run.cluster.kill(node)
     whole = run.trains(2, at)
@@ -179,10 +170,6 @@ def _kill(run: Run, report: Report, node: str, who: str, then: str) -> tuple[flo
     report.figures[f"{who}'s machine killed: the run's files tell of that"] = time.time() - at
     report.figures[then] = run.saved(whole["time"]) - whole["time"]
     return at, whole
-
-
-def _held(cluster: Cluster, node: str) -> int:
-    return int(cluster.facts("delegations", cluster.up[node].address))
 
 
 def _longest_gap(run: Run, first: float) -> float:
@@ -194,54 +181,36 @@ def _longest_gap(run: Run, first: float) -> float:
 
 def _pause(run: Run, first_step: float, since: float) -> float:
     """Return how long no step was made before the first one of the newest round."""
-    stops = [
-        e["time"]
-        for e in run.look()["events"]
-        if e["kind"] == "round_stopped" and e["time"] > since
-    ]
-    return first_step - stops[-1] if stops else float("nan")
+    stops = [e["time"] for e in run.look()["events"] if e["kind"] == "round_stopped"]
+    return first_step - stops[-1] if stops and stops[-1] > since else float("nan")
 
 
 def _end(run: Run, report: Report) -> None:
     cluster = run.cluster
     cluster.login.call("kernel_nfs.facts", "touch", f"{run.folder}/{training.FINISH}")
     told = time.time()
-    code = wait_until(
-        "the launcher returns",
-        lambda: _wrapped(cluster.login.ended(run.pid)),
-        PATIENCE_S,
-        poll_s=0.1,
-    )[0]
-    returned, found = time.time(), run.look()
+    is_over = lambda: cluster.login.ended(run.pid) is not None  # noqa: E731
+    wait_until("the launcher returns", is_over, PATIENCE_S, poll_s=0.1)
+    returned, found, code = time.time(), run.look(), cluster.login.ended(run.pid)
     report.figures["told to finish until the end of the run"] = found["ended"] - told
     report.figures["the run's end until the launcher says so"] = returned - found["ended"]
     if code:
         report.problems.append(f"the launcher's exit code is {code}")
     if not found["result"] or found["result"]["status"] != "succeeded":
         report.problems.append(f"result.json: {found['result']}")
-    for argv in (["status", f"{run.folder}/run"], ["audit", f"{run.folder}/run"]):
-        command = python("-m", "hpc_elastic", *argv)
-        done = cluster.login.call(
-            "guest", "run", command, cluster.env, FOLDER, PATIENCE_S, timeout_s=PATIENCE_S + 60
-        )
+    for name in ("status", "audit"):
+        done = cluster.command(name, f"{run.folder}/run")
         if done["code"]:
-            report.problems.append(
-                f"{argv[0]}: exit code {done['code']}: {done['out']}{done['err']}"
-            )
-        elif argv[0] == "status" and "succeeded" not in done["out"]:
+            report.problems.append(f"{name}: exit code {done['code']}: {done['out']}{done['err']}")
+        elif name == "status" and "succeeded" not in done["out"]:
             report.problems.append(f"status does not say succeeded: {done['out']}")
     report.problems += cluster.facts("split", f"{run.stored}/run")
     for check in rank_checks(cluster.facts("ranks", f"{run.stored}/run")):
         report.problems += [f"{check.name}: {problem}" for problem in check.problems]
 
 
-def _wrapped(code: int | None) -> tuple[int] | None:
-    return None if code is None else (code,)
-
-
-def keep(run: Run) -> Path:
-    """Copy the run's files from the server, and return where they are on this machine."""
+def keep(run: Run) -> None:
+    """Copy the run's files from the server to this machine."""
     target = run.cluster.layout.directory / "kept"
     run.cluster.server.run(["mkdir", "-p", str(target)])
     run.cluster.server.run(["cp", "-r", run.stored, str(target)], timeout_s=120)
-    return target / run.name

@@ -31,13 +31,12 @@ from evidence.machine import package_version
 from evidence.result import About, Column, Figure, Result, Table, Target
 from evidence.result import Peer as Named
 from evidence.sandbox import sandbox_of
-from evidence.show import among, options, present
+from evidence.show import among, options, present, say
 from evidence.trails import show_ends
 from goodput.account import Account, Window, account, last_state, read_groups, undisturbed
 from goodput.peers import Peer, peers
 from goodput.trace import NUM_NODES, TRACE, TRACE_S, play, read_held, scaled
 from goodput.workload import GLOBAL_BATCH
-from rich.console import Console
 
 from slurm_sandbox import SandboxConfig, SlurmSandbox
 
@@ -181,22 +180,6 @@ def measurements(field: Sequence[Peer], given: argparse.Namespace) -> Iterator[M
 
 
 def main() -> None:
-    given = parse()
-    field = {name: peers(given.settings)[name] for name in given.peers}
-    measured: list[Measurement] = []
-    progress = Console(stderr=True, highlight=False)
-    try:
-        for m in measurements(list(field.values()), given):
-            measured.append(m)
-            progress.print(f"{m.peer}: {m.goodput:.1%} of the undisturbed rate")
-            if given.samples:
-                given.samples.write_text(as_json(measured))
-    finally:
-        if measured:
-            present(result(measured, together=given.together), given)
-
-
-def parse() -> argparse.Namespace:
     parser = options(__doc__)
     parser.add_argument(
         "--minutes", type=float, default=TRACE_S / 60, help="the trace is stretched to this"
@@ -222,7 +205,17 @@ def parse() -> argparse.Namespace:
     given = parser.parse_args()
     if given.nfs and (given.peers != ["ours"] or given.together):
         parser.error("--nfs goes with --peers ours, and without --together")
-    return given
+    field = {name: peers(given.settings)[name] for name in given.peers}
+    measured: list[Measurement] = []
+    try:
+        for m in measurements(list(field.values()), given):
+            measured.append(m)
+            say(f"{m.peer}: {m.goodput:.1%} of the undisturbed rate")
+            if given.samples:
+                given.samples.write_text(as_json(measured))
+    finally:
+        if measured:
+            present(result(measured, together=given.together), given)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ measured; a chain of rigid jobs waits until all its nodes are idle for the whole
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import statistics
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from evidence.result import About, Cell, Column, Figure, Peer, Result, Table, Target, figure
-from evidence.show import among, options, present
+from evidence.show import among, numbers, options, present
 from harvest import holes, picture
 from harvest.account import Account, before
 from harvest.ours import Costs, ElasticRun, Script, rules
@@ -336,7 +335,16 @@ T = TypeVar("T")
 
 
 def main() -> None:
-    given = parse()
+    parser = options(__doc__)
+    parser.add_argument("--holes", type=Path, help="log of a real machine; default: a made one")
+    parser.add_argument("--starts", type=int, default=100, help="random hours")
+    parser.add_argument("--hours", type=float, default=1.0, help="time from each, for shares")
+    parser.add_argument("--sizes", type=numbers, default=SIZES, help="most nodes of a run: 16,64")
+    parser.add_argument("--parts", type=among(PARTS), default=list(PARTS))
+    parser.add_argument("--seed", type=int, default=27)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--picture", type=Path, help="draw a run of at most 64 nodes there (SVG)")
+    given = parser.parse_args()
     log = Log(given.holes)
     end_h = log.read().duration_s / 3600
     drawn = random.Random(given.seed)
@@ -387,23 +395,6 @@ def main() -> None:
         ),
     )  # fmt: skip
     present(result, given)
-
-
-def parse() -> argparse.Namespace:
-    parser = options(__doc__)
-    parser.add_argument("--holes", type=Path, help="log of a real machine; default: a made one")
-    parser.add_argument("--starts", type=int, default=100, help="random hours")
-    parser.add_argument("--hours", type=float, default=1.0, help="time from each, for shares")
-    parser.add_argument("--sizes", type=sizes, default=SIZES, help="most nodes of a run: 16,64")
-    parser.add_argument("--parts", type=among(PARTS), default=list(PARTS))
-    parser.add_argument("--seed", type=int, default=27)
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--picture", type=Path, help="draw a run of at most 64 nodes there (SVG)")
-    return parser.parse_args()
-
-
-def sizes(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ python benchmarks/islands.py --repeats 3
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -16,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evidence.result import About, Column, Result, Table, Target, figure
-from evidence.show import options, present
+from evidence.show import options, present, say
 from islands.crew import NAMES, Crew
 from islands.worker import STEP_S
-from rich.console import Console
 
 from hpc_elastic.ft.coordination import LighthouseServer
 from hpc_elastic.islands.outer_round import OuterRound, last_index, round_name
@@ -161,23 +159,18 @@ def result(measured: Sequence[tuple[str, bool, Outcome]], repeats: int) -> Resul
 
 
 def main() -> None:
-    given = parse()
-    progress = Console(stderr=True, highlight=False)
+    parser = options(__doc__, repeats=3)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each run")
+    parser.add_argument("--every-s", type=float, default=20.0, help="from fault to fault")
+    parser.add_argument("--seed", type=int, default=1, help="of the faults")
+    given = parser.parse_args()
     measured = []
     for repeat in range(given.repeats):
         for mode, faulty in CASES:
             outcome = measure(mode, faulty, given.seconds, given.every_s, given.seed + repeat)
             measured.append((mode, faulty, outcome))
-            progress.print(f"{mode}, faults: {faulty}: {outcome}")
+            say(f"{mode}, faults: {faulty}: {outcome}")
     present(result(measured, given.repeats), given)
-
-
-def parse() -> argparse.Namespace:
-    parser = options(__doc__, repeats=3)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each run")
-    parser.add_argument("--every-s", type=float, default=20.0, help="from fault to fault")
-    parser.add_argument("--seed", type=int, default=1, help="of the faults")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

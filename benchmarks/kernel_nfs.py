@@ -22,7 +22,6 @@ the Slurm sandbox. It takes about ten minutes for each kind of mount.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import time
@@ -53,7 +52,14 @@ _OWNER, _OTHER = "node1", "node2"
 
 
 def main() -> int:
-    given = parse()
+    parser = options(__doc__)
+    parser.add_argument(
+        "--mounts", nargs="+", default=MOUNTS, metavar="OPTIONS", help="as in nfs(5)"
+    )
+    parser.add_argument("--name", default="kernel_nfs", help="of the sandbox")
+    parser.add_argument("--only", choices=("primitives", "runs"))
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="copy the runs' files there")
+    given = parser.parse_args()
     refuse()
     began = time.monotonic()
 
@@ -81,17 +87,6 @@ def main() -> int:
         tables.append(run_table(reports))
     present(Result(ABOUT, tuple(tables), notes=tuple(notes)), given)
     return 1 if any(report.problems for report in reports) else 0
-
-
-def parse() -> argparse.Namespace:
-    parser = options(__doc__)
-    parser.add_argument(
-        "--mounts", nargs="+", default=MOUNTS, metavar="OPTIONS", help="as in nfs(5)"
-    )
-    parser.add_argument("--name", default="kernel_nfs", help="of the sandbox")
-    parser.add_argument("--only", choices=("primitives", "runs"))
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="copy the runs' files there")
-    return parser.parse_args()
 
 
 def refuse() -> None:

@@ -9,8 +9,6 @@ programs, commands that ask Slurm ask a sandbox.
 
 from __future__ import annotations
 
-import argparse
-
 from evidence import torchrun
 from evidence.result import About, Peer, Result, Table, Target
 from evidence.show import among, options, present
@@ -45,7 +43,13 @@ ABOUT = About(
 
 
 def main() -> None:
-    given = parse()
+    parser = options(__doc__, repeats=5)
+    parser.add_argument("--parts", type=among(PARTS), default=list(PARTS), metavar="A,B")
+    parser.add_argument("--nodes", type=int, default=16)
+    parser.add_argument("--days", type=float, default=3.0)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--torchx", metavar="PROGRAM", help="default: torchx of the PATH")
+    given = parser.parse_args()
     plan = Plan(given.nodes, given.days, given.faults)
     tables: list[Table] = []
     targets: list[Target] = []
@@ -65,16 +69,6 @@ def main() -> None:
         tables.append(hook.measure())
     result = Result(ABOUT, tuple(tables), tuple(targets), tuple(peers), repeats=given.repeats)
     present(result, given)
-
-
-def parse() -> argparse.Namespace:
-    parser = options(__doc__, repeats=5)
-    parser.add_argument("--parts", type=among(PARTS), default=list(PARTS), metavar="A,B")
-    parser.add_argument("--nodes", type=int, default=16)
-    parser.add_argument("--days", type=float, default=3.0)
-    parser.add_argument("--faults", type=int, default=200)
-    parser.add_argument("--torchx", metavar="PROGRAM", help="default: torchx of the PATH")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ Of torchrun nothing is known between the fault and the start of the worker; of o
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import shutil
@@ -33,12 +32,11 @@ from evidence import torchrun
 from evidence.result import About, Cell, Column, Figure, Result, Table, Target, figure
 from evidence.result import Peer as Named
 from evidence.sandbox import sandbox_of
-from evidence.show import among, options, present
+from evidence.show import among, options, present, say
 from recovery.faults import CASES, NEWCOMER, Stage, occupy_newcomer, sweep_up
 from recovery.peers import OURS, Peer, nvrx_version, peers
 from recovery.trail import STAGES, Recovery
 from recovery.waiting import PATIENCE_S, outcome, trained
-from rich.console import Console
 
 from slurm_sandbox import SandboxConfig, SlurmSandbox
 
@@ -178,29 +176,6 @@ def targets(case: str, group: Sequence[Measurement]) -> list[Target]:
 
 
 def main() -> None:
-    given = parse()
-    found = peers(given.settings, given.nvrx)
-    names = given.peers or [*PEERS, *(["nvrx"] if given.nvrx else [])]
-    field = {name: found[name] for name in names}
-    measured: list[Measurement] = []
-    progress = Console(stderr=True, highlight=False)
-    config = SandboxConfig(name=given.sandbox, nodes=int(NEWCOMER.removeprefix("node")))
-    try:
-        with sandbox_of(config) as sandbox:
-            turns = itertools.product(range(given.repeats), given.cases, field.values())
-            for _, case, peer in turns:
-                m = measure(case, peer, sandbox, given.train_s)
-                measured.append(m)
-                after_s = m.recovery.total_s if m.recovery else m.ended_s
-                progress.print(f"{case}, {peer.name}: {m.outcome} after {after_s:.2f} s")
-    finally:
-        if given.samples:
-            given.samples.write_text(json.dumps([asdict(m) for m in measured], indent=1) + "\n")
-        if measured:
-            present(result(measured, given.repeats, nvrx(given.nvrx, "nvrx" in field)), given)
-
-
-def parse() -> argparse.Namespace:
     parser = options(__doc__, repeats=3)
     parser.add_argument("--cases", type=among(CASES), default=list(CASES), metavar="A,B")
     known = peers({}, "ft_launcher")
@@ -221,7 +196,24 @@ def parse() -> argparse.Namespace:
     given = parser.parse_args()
     if "nvrx" in (given.peers or ()) and given.nvrx is None:
         parser.error("nvrx: there is no ft_launcher; say where it is: --nvrx PROGRAM")
-    return given
+    found = peers(given.settings, given.nvrx)
+    names = given.peers or [*PEERS, *(["nvrx"] if given.nvrx else [])]
+    field = {name: found[name] for name in names}
+    measured: list[Measurement] = []
+    config = SandboxConfig(name=given.sandbox, nodes=int(NEWCOMER.removeprefix("node")))
+    try:
+        with sandbox_of(config) as sandbox:
+            turns = itertools.product(range(given.repeats), given.cases, field.values())
+            for _, case, peer in turns:
+                m = measure(case, peer, sandbox, given.train_s)
+                measured.append(m)
+                after_s = m.recovery.total_s if m.recovery else m.ended_s
+                say(f"{case}, {peer.name}: {m.outcome} after {after_s:.2f} s")
+    finally:
+        if given.samples:
+            given.samples.write_text(json.dumps([asdict(m) for m in measured], indent=1) + "\n")
+        if measured:
+            present(result(measured, given.repeats, nvrx(given.nvrx, "nvrx" in field)), given)
 
 
 if __name__ == "__main__":

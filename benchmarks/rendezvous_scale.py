@@ -24,10 +24,9 @@ from pathlib import Path
 
 from evidence.machine import package_version
 from evidence.result import About, Cell, Column, Figure, Peer, Result, Table, Target, figure
-from evidence.show import options, present
+from evidence.show import numbers, options, present, say
 from rendezvous_scale import agents, leading, peer
 from rendezvous_scale.process import NoAnswerError, answer, side
-from rich.console import Console
 
 SIZES = (16, 64, 256, 512, 1024, 4096, 10_000)
 PATIENCE_S = 120.0
@@ -94,19 +93,18 @@ def measure_all(given: argparse.Namespace) -> tuple[dict[int, list[Ours]], Peers
     """Return all of ours and of c10d's measurements, by size; None for one that was given up."""
     ours: dict[int, list[Ours]] = {n: [] for n in given.sizes}
     peers: Peers = {n: [] for n in given.sizes}
-    progress = Console(stderr=True, highlight=False)
     for _ in range(given.repeats):
         for n in given.sizes:
             try:
                 ours[n].append(measure(n))
-                progress.print(f"{n}: {ours[n][-1].first.wall_s:.3f} s")
+                say(f"{n}: {ours[n][-1].first.wall_s:.3f} s")
             except NoAnswerError as e:
-                progress.print(f"{n}: given up: {e}")
+                say(f"{n}: given up: {e}")
     for n in (n for n in given.sizes if n <= given.peer_max_n and not given.skip_peer):
         while len(peers[n]) < given.repeats and None not in peers[n]:
             peers[n].append(peer.measure(n, given.peer_processes, given.peer_limit_s))
             found = peers[n][-1]
-            progress.print(f"c10d, {n}: {f'{found.wall_s:.1f} s' if found else 'given up'}")
+            say(f"c10d, {n}: {f'{found.wall_s:.1f} s' if found else 'given up'}")
     return ours, peers
 
 
@@ -194,7 +192,14 @@ def targets(ours: Mapping[int, Sequence[Ours]], peers: Peers, limit_s: float) ->
 
 
 def main() -> None:
-    given = parse()
+    parser = options(__doc__, repeats=3)
+    parser.add_argument("--sizes", type=numbers, default=SIZES, metavar="N,N")
+    parser.add_argument("--skip-peer", action="store_true", help="measure ours only")
+    parser.add_argument("--peer-max-n", type=int, default=512, metavar="N")
+    parser.add_argument("--peer-limit-s", type=float, default=300.0, metavar="S")
+    parser.add_argument("--peer-processes", type=int, default=4, metavar="N")
+    parser.add_argument("--samples", type=Path, metavar="FILE", help="write all details there")
+    given = parser.parse_args()
     ours, peers = measure_all(given)
     if given.samples:
         raw = {
@@ -203,21 +208,6 @@ def main() -> None:
         }
         given.samples.write_text(json.dumps(raw, indent=1) + "\n")
     present(result(ours, peers, given), given)
-
-
-def parse() -> argparse.Namespace:
-    parser = options(__doc__, repeats=3)
-    parser.add_argument("--sizes", type=_sizes, default=SIZES, metavar="N,N")
-    parser.add_argument("--skip-peer", action="store_true", help="measure ours only")
-    parser.add_argument("--peer-max-n", type=int, default=512, metavar="N")
-    parser.add_argument("--peer-limit-s", type=float, default=300.0, metavar="S")
-    parser.add_argument("--peer-processes", type=int, default=4, metavar="N")
-    parser.add_argument("--samples", type=Path, metavar="FILE", help="write all details there")
-    return parser.parse_args()
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split(","))
 
 
 if __name__ == "__main__":

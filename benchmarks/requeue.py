@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import tempfile
@@ -26,14 +25,8 @@ from pathlib import Path
 from evidence.machine import package_version
 from evidence.result import About, Column, Peer, Result, Table, Target, figure
 from evidence.sandbox import sandbox_of
-from evidence.show import options, present
-from requeue.candidates import (
-    Candidate,
-    Thief,
-    hpc_elastic,
-    plain_requeue,
-    submitits_checkpoint,
-)
+from evidence.show import options, present, say
+from requeue.candidates import Candidate, hpc_elastic, plain_requeue, submitits_checkpoint
 
 from hpc_elastic.run.task_name import job_of
 from hpc_elastic.slurm.client import SlurmClient
@@ -84,8 +77,7 @@ def preempt(
 ) -> dict[str, Back]:
     """Take all nodes from their jobs, and return when each was back."""
     before = {name: len(job.moments()) for name, job in jobs.items()}
-    thief = Thief.on(folder, nodes, for_s, os.environ)
-    ended = thief.end(for_s)
+    ended = _take_nodes(folder, nodes, for_s)
     runs = _running_since(jobs)
     wait_until(
         lambda: all(len(job.moments()) > before[name] for name, job in jobs.items()),
@@ -93,6 +85,18 @@ def preempt(
     )
     begun = {name: job.moments()[before[name]] for name, job in jobs.items()}
     return {name: Back(runs[name] - ended, begun[name] - ended) for name in jobs}
+
+
+def _take_nodes(folder: Path, nodes: list[str], for_s: float) -> float:
+    """Let a job take nodes for a while; return when it was done, by its own clock."""
+    done = folder / f"done-{time.time_ns()}"
+    argv = ["sbatch", "--partition=high", "--exclusive", "--no-requeue", "--output=/dev/null"]
+    argv += [f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}"]
+    work = f"--wrap=sleep {for_s}; date +%s.%N > {done}"
+    subprocess.run([*argv, work], check=True, stdout=subprocess.DEVNULL)
+    time.sleep(for_s)
+    wait_until(lambda: done.exists() and bool(done.read_text()), "the preempting job ends")
+    return float(done.read_text())
 
 
 def _running_since(jobs: Mapping[str, Candidate]) -> dict[str, float]:
@@ -126,10 +130,7 @@ def measure(repeats: int, for_s: float) -> dict[str, list[Back]]:
             for _ in range(repeats):
                 for name, back in preempt(jobs, folder, nodes, for_s).items():
                     backs[name].append(back)
-                    print(
-                        f"{name}: runs {back.runs_s:.1f} s, begins {back.begins_s:.1f} s",
-                        flush=True,
-                    )
+                    say(f"{name}: runs {back.runs_s:.1f} s, begins {back.begins_s:.1f} s")
         finally:
             subprocess.run(["scancel", *(job.task for job in jobs.values())], check=False)
     return backs

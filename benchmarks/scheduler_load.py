@@ -9,7 +9,6 @@ programs that stand before Slurm's own on the PATH, requests by sdiag.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from evidence.result import About, Column, Figure, Result, Table, Target
 from evidence.sandbox import sandbox_of
-from evidence.show import options, present
+from evidence.show import numbers, options, present
 
 from hpc_elastic.run.events import read_events
 from slurm_sandbox import SandboxConfig, SlurmSandbox
@@ -133,7 +132,14 @@ class Counter:
 
 
 def main() -> None:
-    given = parse()
+    parser = options(__doc__)
+    parser.add_argument(
+        "--sizes", type=numbers, default=[16, 32],
+        metavar="N,M", help="nodes of the sandboxes (default: 16,32)",
+    )  # fmt: skip
+    parser.add_argument("--runs", type=int, default=200, help="of the sweep (default: 200)")
+    parser.add_argument("--quick", action="store_true", help="a quarter of each time")
+    given = parser.parse_args()
     rows: list[tuple[str | Figure, ...]] = []
     targets: list[Target] = []
     for size in given.sizes:
@@ -253,17 +259,6 @@ def until(condition: Callable[[], object], what: str) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"never: {what}")
         time.sleep(0.5)
-
-
-def parse() -> argparse.Namespace:
-    parser = options(__doc__)
-    parser.add_argument(
-        "--sizes", type=lambda text: [int(n) for n in text.split(",")], default=[16, 32],
-        metavar="N,M", help="nodes of the sandboxes (default: 16,32)",
-    )  # fmt: skip
-    parser.add_argument("--runs", type=int, default=200, help="of the sweep (default: 200)")
-    parser.add_argument("--quick", action="store_true", help="a quarter of each time")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

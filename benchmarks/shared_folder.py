@@ -35,8 +35,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from evidence.result import About, Column, Figure, Result, Table, Target
-from evidence.show import among, options, present
-from rich.console import Console
+from evidence.show import among, numbers, options, present, say
 from shared_folder import deaths, ends, faults, operations
 from shared_folder.place import LOCAL, NFS, Place, place_of, scratch
 
@@ -83,22 +82,22 @@ class Measured:
     """Per cent of the undisturbed rate, by place."""
 
 
-def measure(given: argparse.Namespace, measured: Measured, say: Console) -> None:
+def measure(given: argparse.Namespace, measured: Measured) -> None:
     pair = [part for part in given.parts if part not in ("operations", "goodput")]
     with scratch() as folder:
         if pair:
             with places(given.sandbox, folder) as both:
                 for part in pair:
-                    measure_part(part, both, given, measured, say)
+                    measure_part(part, both, given, measured)
         if "operations" in given.parts:
             for agents in given.agents:
                 name, inside = f"{given.sandbox}_n{agents}", folder / f"operations-{agents}"
-                say.print(f"operations: {agents} agents")
+                say(f"operations: {agents} agents")
                 operations.measure(agents, name, inside, measured.operations)
     if "goodput" in given.parts:
         for place in (LOCAL, NFS):
             measured.goodput[place] = goodput(place, given)
-            say.print(f"goodput, {place}: {measured.goodput[place]:.1f} %")
+            say(f"goodput, {place}: {measured.goodput[place]:.1f} %")
 
 
 @contextlib.contextmanager
@@ -111,7 +110,7 @@ def places(sandbox: str, folder: Path) -> Iterator[list[Place]]:
 
 
 def measure_part(
-    part: str, both: Sequence[Place], given: argparse.Namespace, measured: Measured, say: Console
+    part: str, both: Sequence[Place], given: argparse.Namespace, measured: Measured
 ) -> None:
     """Measure a part on both sandboxes, in turns."""
     if part in ("saves", "ends"):
@@ -119,19 +118,20 @@ def measure_part(
         for _, place in itertools.product(range(given.repeats), both):
             course = ends.measure(place, num_saves=num_saves)
             getattr(measured, part).setdefault(place.name, []).append(course)
-            say.print(f"{part}, {place.name}: the end after {course.end_s:.1f} s", *course.problems)
+            told = " ".join((f"the end after {course.end_s:.1f} s", *course.problems))
+            say(f"{part}, {place.name}: {told}")
     elif part == "deaths":
         for _, case, place in itertools.product(range(given.repeats), deaths.CASES, both):
             death = deaths.measure(case, place, given.train_s)
             measured.deaths.append(death)
-            say.print(f"{case}, {place.name}: {death.outcome} after {death.step_s:.2f} s")
+            say(f"{case}, {place.name}: {death.outcome} after {death.step_s:.2f} s")
     else:
         for _, case, place in itertools.product(range(given.fault_repeats), faults.CASES, both):
             if faults.applies(case, place):
                 fault = faults.measure(case, place, given.train_s)
                 measured.faults.append(fault)
                 what = "; ".join(fault.problems) or "held"
-                say.print(f"{case}, {place.name}: {what}", markup=False)
+                say(f"{case}, {place.name}: {what}")
 
 
 def goodput(place: str, given: argparse.Namespace) -> float:
@@ -183,19 +183,10 @@ def result(measured: Measured, parts: Sequence[str], repeats: int) -> Result:
 
 
 def main() -> None:
-    given = parse()
-    measured = Measured()
-    try:
-        measure(given, measured, Console(stderr=True, highlight=False))
-    finally:
-        present(result(measured, given.parts, given.repeats), given)
-
-
-def parse() -> argparse.Namespace:
     parser = options(__doc__, repeats=3)
     parser.add_argument("--parts", type=among(PARTS), default=list(PARTS), metavar="A,B")
     parser.add_argument(
-        "--agents", type=lambda text: [int(n) for n in text.split(",")], default=[4, 16, 64],
+        "--agents", type=numbers, default=[4, 16, 64],
         metavar="N,M", help="of the runs whose operations are counted",
     )  # fmt: skip
     parser.add_argument("--train-s", type=float, default=30.0, help="from first step to fault")
@@ -204,7 +195,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--sandbox", default="folder", help="how their names begin; they are taken down at the end"
     )
-    return parser.parse_args()
+    given = parser.parse_args()
+    measured = Measured()
+    try:
+        measure(given, measured)
+    finally:
+        present(result(measured, given.parts, given.repeats), given)
 
 
 if __name__ == "__main__":

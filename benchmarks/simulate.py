@@ -14,7 +14,6 @@ lost. No torch, no Slurm, no network is needed.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -63,22 +62,6 @@ Total = simulation.Outcome | ft.Outcome | submission.Outcome
 
 def main() -> int:
     """Run the schedules; return the exit code."""
-    given = parse()
-    simulator: Simulator = given.simulator
-    if given.trace:
-        return show(simulator, given.seed)
-    started = time.monotonic()
-    progress = Progress(given.schedules)
-    total: Total = simulation.run_in_parallel(
-        simulator, given.seed, given.schedules, given.processes, progress
-    )
-    present(result(total, time.monotonic() - started, given.processes), given)
-    for failure in list(total.failures.values())[:SHOWN_FAILURES]:
-        print(f"\n{failure}")
-    return 1 if total.failures else 0
-
-
-def parse() -> argparse.Namespace:
     parser = options(__doc__)
     parser.add_argument("--schedules", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
@@ -93,7 +76,19 @@ def parse() -> argparse.Namespace:
             default=simulation.Simulator, help=what,
         )  # fmt: skip
     parser.add_argument("--trace", action="store_true", help="show one schedule, event by event")
-    return parser.parse_args()
+    given = parser.parse_args()
+    simulator: Simulator = given.simulator
+    if given.trace:
+        return show(simulator, given.seed)
+    started = time.monotonic()
+    progress = Progress(given.schedules)
+    total: Total = simulation.run_in_parallel(
+        simulator, given.seed, given.schedules, given.processes, progress
+    )
+    present(result(total, time.monotonic() - started, given.processes), given)
+    for failure in list(total.failures.values())[:SHOWN_FAILURES]:
+        print(f"\n{failure}")
+    return 1 if total.failures else 0
 
 
 def show(simulator: Simulator, seed: int) -> int:

@@ -9,7 +9,6 @@ adds that of the tree, the random numbers and the exchange.
 
 from __future__ import annotations
 
-import argparse
 import random
 import tempfile
 import time
@@ -132,7 +131,7 @@ def rows(num_workers: int, times: Times) -> list[tuple]:
 
 
 def main() -> None:
-    given = parse()
+    given = options(__doc__, repeats=25).parse_args()
     with tempfile.TemporaryDirectory(prefix="virtual-ranks-") as folder:
         found: dict[int, dict[str, Times]] = {}
         for num_workers in WORKERS:
@@ -147,10 +146,6 @@ def main() -> None:
         for name in MODELS
     )
     present(Result(ABOUT, tables, (), PEERS, repeats=given.repeats), given)
-
-
-def parse() -> argparse.Namespace:
-    return options(__doc__, repeats=25).parse_args()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -37,6 +38,16 @@ def among(names: Collection[str]) -> Callable[[str], list[str]]:
         return text.split(",")
 
     return chosen
+
+
+def numbers(text: str) -> list[int]:
+    """Parse ``A,B,C``."""
+    return [int(number) for number in text.split(",")]
+
+
+def say(text: str) -> None:
+    """Print how far it is, on standard error."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def present(result: Result, given: argparse.Namespace) -> None:

@@ -5,11 +5,9 @@ Each runs the same loop, which writes down when it begins: Python, torch importe
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +41,6 @@ def main(cfg):
 if __name__ == "__main__":
     main()
 """
-
-_PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -112,36 +108,5 @@ def plain_requeue(folder: Path, node: str) -> Candidate:
     script.write_text(LOOP)
     argv = ["sbatch", "--parsable", "--requeue", "--exclusive", f"--nodelist={node}"]
     argv += [f"--output={folder}/plain.out", f"--wrap=srun {sys.executable} {script} {begun}"]
-    return Candidate(_submitted(argv), begun)
-
-
-@dataclass(frozen=True)
-class Thief:
-    """The job that takes the nodes: when it began, and when it was done, by its own clock."""
-
-    took: Path
-    done: Path
-
-    @classmethod
-    def on(cls, folder: Path, nodes: list[str], for_s: float, environ: Mapping[str, str]) -> Thief:
-        thief = cls(folder / f"took-{time.time_ns()}", folder / f"done-{time.time_ns()}")
-        work = f"date +%s.%N > {thief.took}; sleep {for_s}; date +%s.%N > {thief.done}"
-        argv = ["sbatch", "--parsable", "--partition=high", "--exclusive", "--no-requeue"]
-        argv += [f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", "--output=/dev/null"]
-        subprocess.run([*argv, f"--wrap={work}"], env=dict(environ), check=True, text=True,
-                       capture_output=True)  # fmt: skip
-        return thief
-
-    def end(self, for_s: float) -> float:
-        deadline = time.monotonic() + for_s + _PATIENCE_S
-        while not (self.done.exists() and self.done.read_text()):
-            if time.monotonic() > deadline:
-                raise TimeoutError("the preempting job did not end")
-            time.sleep(0.05)
-        return float(self.done.read_text())
-
-
-def _submitted(argv: list[str]) -> str:
-    return subprocess.run(
-        argv, env=os.environ, check=True, text=True, capture_output=True
-    ).stdout.strip()
+    job = subprocess.run(argv, check=True, text=True, capture_output=True).stdout.strip()
+    return Candidate(job, begun)

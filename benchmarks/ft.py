@@ -20,11 +20,22 @@ from pathlib import Path
 from evidence.machine import package_version
 from evidence.result import About, Peer, Result
 from evidence.show import options, present, rich_table
-from ft import faults, healing, hsdp, joins, overhead, returns, rounds, sharded
+from ft import faults, healing, joins, overhead, returns, rounds, sharded
 from ft.libraries import OURS, PEER, is_installed
-from ft.report import Row, Steal, table
-from ft.settings import Settings
+from ft.report import Row, Settings, Steal, table
 from rich.console import Console
+
+GROUPS, RANKS = 2, 2
+
+
+def measure_groups(settings: Settings) -> Iterator[Row]:
+    """Measure replica groups of several ranks; sizes are those of one rank's shard."""
+    sizes = ["1 KB", "10 MB"] if not settings.quick else ["1 KB"]
+    yield from overhead.overhead(settings, "h HSDP", GROUPS, sizes, RANKS, of_peer=1.0)
+    yield from faults.killed_groups(settings)
+    sizes = ["10 MB", "100 MB"] if not settings.quick else ["10 MB"]
+    yield from returns.restarted(settings, "h HSDP", GROUPS, sizes, RANKS)
+
 
 PARTS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "a": overhead.measure,
@@ -34,7 +45,7 @@ PARTS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "e": healing.measure,
     "f": rounds.measure,
     "g": faults.stopped,
-    "h": hsdp.measure,
+    "h": measure_groups,
     "i": overhead.checks,
     "j": joins.measure,
     "k": sharded.measure,

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from ft.crew import Crew, crew
 from ft.libraries import OURS, PEER, lighthouse
-from ft.report import Row
-from ft.settings import Settings
+from ft.report import Row, Settings
 from ft.training import MB, Training, delays, has_gone_on, longest_gap
 
 NUM_BYTES = 10 * MB

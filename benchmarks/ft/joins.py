@@ -18,8 +18,7 @@ from pathlib import Path
 
 from ft.crew import crew
 from ft.libraries import OURS, PEER, lighthouse
-from ft.report import Row
-from ft.settings import Settings
+from ft.report import Row, Settings
 from ft.training import MB, Training, longest_gap, median_step
 
 NUM_OTHERS = 2

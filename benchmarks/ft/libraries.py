@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+HOST = "127.0.0.1"
 OURS, PEER = "ours", "torchft"
 PACKAGES = {OURS: "hpc_elastic.ft", PEER: "torchft"}
 PATIENCE_S = 20.0

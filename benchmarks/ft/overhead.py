@@ -17,10 +17,8 @@ from collections.abc import Iterator, Sequence
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ft.crew import Crew, Member, crew
-from ft.libraries import OURS, free_port, lighthouse
-from ft.report import MOST_STOLEN, Row, Steal
-from ft.settings import Settings
-from ft.worker import HOST
+from ft.libraries import HOST, OURS, free_port, lighthouse
+from ft.report import MOST_STOLEN, Row, Settings, Steal
 
 SIZES = {"1 KB": 1 << 10, "10 MB": 10 << 20, "100 MB": 100 << 20}
 STEPS = {"1 KB": 50, "10 MB": 5, "100 MB": 2}
@@ -51,13 +49,8 @@ def overhead(
         }
         for size in sizes:
             what = f"{size}, n = {replicas}" + (f" groups of {ranks} ranks" if ranks > 1 else "")
-            yield _row(
-                people,
-                groups,
-                size,
-                settings.repeats,
-                Row(part, what, "ms a step", [], of_peer=of_peer),
-            )
+            row = Row(part, what, "ms a step", [], of_peer=of_peer)
+            yield _row(people, groups, size, settings.repeats, row)
 
 
 def _group(

@@ -1,4 +1,4 @@
-"""Rows of results, and the table that they make."""
+"""What is to be measured; rows of results, and the table that they make."""
 
 from __future__ import annotations
 
@@ -10,9 +10,19 @@ from dataclasses import dataclass, field
 import psutil
 from evidence.result import Cell, Column, Figure, Table, Target, figure
 
+from ft.libraries import OURS, PEER
+
 SPEC = ".3g"
 MOST_STOLEN = 0.05
 """If the host took more of the cores than that, the measurement does not say much."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    worlds: tuple[int, ...] = (2, 3, 4)
+    repeats: int = 5
+    quick: bool = False
+    libraries: tuple[str, ...] = (OURS, PEER)
 
 
 @dataclass

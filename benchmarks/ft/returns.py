@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ft.crew import crew
 from ft.libraries import OURS, PEER, lighthouse
-from ft.report import Row
-from ft.settings import Settings
+from ft.report import Row, Settings
 from ft.training import MB, Training, longest_gap, median_step
 
 SIZES = {"10 MB": 10 * MB, "100 MB": 100 * MB}

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from ft.crew import Crew, Member, crew
 from ft.libraries import OURS, PEER, Lighthouse, free_port, lighthouse
-from ft.report import Row
-from ft.settings import Settings
+from ft.report import Row, Settings
 
 MODELS = ("fsdp", "fsdp x tp", "cpu offload")
 STEPS = 30

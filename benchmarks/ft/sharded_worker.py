@@ -21,16 +21,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ft.libraries import part_of
+from ft.libraries import HOST, part_of
 from ft.lines import Lines
+from ft.worker import make_manager
 
-HOST = "127.0.0.1"
 TIMEOUT = timedelta(seconds=20)
 FORWARD_S = 0.01
 
@@ -117,19 +113,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 class Trainer:
     def __init__(
         self,
-        driver: Lines,
-        library: str,
-        lighthouse: str,
-        slot: int,
-        rank: int,
-        port: int,
-        model: str = "fsdp",
-        sync: bool = False,
-        transport: str = "",
-        fault: str = "",
-        catches_up: bool = False,
-        hosts: str = "",
-    ) -> None:
+        driver: Lines, library: str, lighthouse: str, slot: int, rank: int, port: int,
+        model: str = "fsdp", sync: bool = False, transport: str = "", fault: str = "",
+        catches_up: bool = False, hosts: str = "",
+    ) -> None:  # fmt: skip
         if hosts:  # the name of each rank's host
             socket.gethostname = lambda: hosts.split()[rank]  # type: ignore[assignment]
         self._driver, self._library = driver, library
@@ -150,27 +137,17 @@ class Trainer:
         group = part_of(library, "process_group").ProcessGroupGloo(TIMEOUT)
         http = part_of(library, "checkpointing").HTTPTransport
         through_group = part_of(library, "checkpointing.pg_transport").PGTransport
-        self.manager = part_of(library, "manager").Manager(
-            pg=group,
-            load_state_dict=self._load,
-            state_dict=self._save,
-            min_replica_size=1,
-            use_async_quorum=not sync,
-            timeout=TIMEOUT,
-            quorum_timeout=TIMEOUT,
-            rank=rank,
-            world_size=2,
-            store_addr=HOST,
-            store_port=store.port,
-            lighthouse_addr=lighthouse,
-            replica_id=f"slot{slot}",
-            checkpoint_transport={
-                "": lambda: None,
-                "http": lambda: http(TIMEOUT, 0),
-                "pg": lambda: through_group(group, TIMEOUT, torch.device("cpu")),
-            }[transport](),
+        transports: dict[str, Callable[[], Any]] = {
+            "": lambda: None,
+            "http": lambda: http(TIMEOUT, 0),
+            "pg": lambda: through_group(group, TIMEOUT, torch.device("cpu")),
+        }
+        self.manager = make_manager(
+            library, lighthouse, store, self._load, self._save, pg=group, rank=rank, world_size=2,
+            use_async_quorum=not sync, timeout=TIMEOUT, quorum_timeout=TIMEOUT,
+            replica_id=f"slot{slot}", checkpoint_transport=transports[transport](),
             **({"catch_up_bytes": 1} if catches_up else {}),
-        )
+        )  # fmt: skip
 
     def train(self) -> None:
         """Make steps, and send the outcome of each."""

@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from ft.clients import clients
-from ft.healers import heal
-from ft.libraries import part_of
+from ft.healing import heal
+from ft.libraries import HOST, part_of
 from ft.lines import Lines
+from ft.rounds import clients
 
 TIMEOUT = timedelta(seconds=60)
 LONG_TIMEOUT = timedelta(seconds=150)
-HOST = "127.0.0.1"
 COMPUTE_S = 0.5
 """Of a step with a large state: what an accelerator would take for forward and backward."""
 _LAYER_BYTES, _SMALL_BYTES = 16 << 20, 1 << 20
@@ -36,6 +35,18 @@ def preload(library: str) -> None:
     torch.optim.Adam([torch.zeros(1, requires_grad=True)])  # imports more of torch
 
 
+def make_manager(
+    library: str, lighthouse: str, store: Any, load: Callable[[dict[str, Any]], object],
+    save: Callable[[], dict[str, Any]], pg: Any = None, **options: Any,
+) -> Any:  # fmt: skip
+    """Return a library's Manager for one replica or more."""
+    return part_of(library, "manager").Manager(
+        pg=part_of(library, "process_group").ProcessGroupGloo() if pg is None else pg,
+        load_state_dict=load, state_dict=save, min_replica_size=1, store_addr=HOST,
+        store_port=store.port, lighthouse_addr=lighthouse, **options,
+    )  # fmt: skip
+
+
 class Replica:
     """A worker of a replica group: a state, and a gradient of the same size.
 
@@ -46,16 +57,9 @@ class Replica:
 
     def __init__(
         self,
-        library: str,
-        lighthouse: str,
-        num_bytes: int,
-        *,
-        sync: bool = True,
-        rank: int = 0,
-        ranks: int = 1,
-        port: int = 0,
-        **options: Any,
-    ) -> None:
+        library: str, lighthouse: str, num_bytes: int, *, sync: bool = True, rank: int = 0,
+        ranks: int = 1, port: int = 0, **options: Any,
+    ) -> None:  # fmt: skip
         self.state = torch.zeros(num_bytes // 4)
         self.gradient = torch.ones(num_bytes // 4)
         self._store = TCPStore(HOST, port, is_master=rank == 0, wait_for_workers=False)
@@ -63,19 +67,10 @@ class Replica:
         if ranks > 1:
             inside = PrefixStore("inside", self._store)
             self._shards = dist.ProcessGroupGloo(inside, rank, ranks, TIMEOUT)
-        self.manager = part_of(library, "manager").Manager(
-            pg=part_of(library, "process_group").ProcessGroupGloo(),
-            load_state_dict=lambda s: self.state.copy_(s["state"]),
-            state_dict=lambda: {"state": self.state},
-            min_replica_size=1,
-            rank=rank,
-            world_size=ranks,
-            store_addr=HOST,
-            store_port=self._store.port,
-            lighthouse_addr=lighthouse,
-            init_sync=sync,
-            **options,
-        )
+        self.manager = make_manager(
+            library, lighthouse, self._store, lambda s: self.state.copy_(s["state"]),
+            lambda: {"state": self.state}, rank=rank, world_size=ranks, init_sync=sync, **options,
+        )  # fmt: skip
 
     def reduce_inside(self, tensor: torch.Tensor) -> None:
         """Make the collective inside the group, if there are several ranks."""
@@ -104,23 +99,15 @@ class LargeReplica:
         self.adam = torch.optim.Adam(self.parameters)
         self.gradient = torch.ones(_SMALL_BYTES // 4)
         self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-        self.manager = part_of(library, "manager").Manager(
-            pg=part_of(library, "process_group").ProcessGroupGloo(),
-            load_state_dict=self._load,
-            state_dict=lambda: {
-                "parameters": [p.detach() for p in self.parameters],
-                "adam": self.adam.state_dict(),
-            },
-            min_replica_size=1,
-            rank=0,
-            world_size=1,
-            store_addr=HOST,
-            store_port=self._store.port,
-            lighthouse_addr=lighthouse,
-            timeout=LONG_TIMEOUT,
-            quorum_timeout=LONG_TIMEOUT,
-        )
+        self.manager = make_manager(
+            library, lighthouse, self._store, self._load, self._save, rank=0, world_size=1,
+            timeout=LONG_TIMEOUT, quorum_timeout=LONG_TIMEOUT,
+        )  # fmt: skip
         self.optimizer = part_of(library, "optim").OptimizerWrapper(self.manager, self.adam)
+
+    def _save(self) -> dict[str, Any]:
+        parameters = [p.detach() for p in self.parameters]
+        return {"parameters": parameters, "adam": self.adam.state_dict()}
 
     def _load(self, state: dict[str, Any]) -> None:
         for own, given in zip(self.parameters, state["parameters"], strict=True):

@@ -319,7 +319,7 @@ class ElasticRun:
         if node is self._leads:
             self._lose_leader()
         elif self._leader is not None:
-            self._deliver(self._leader.received, node.agent, Leave(why))
+            self._deliver(self._leader.received, node.agent, Leave(why), self._now)
 
     def _is_member(self, node: Node) -> bool:
         group = self._group
@@ -359,7 +359,7 @@ class ElasticRun:
             self._deliver(self._leader.connected, each.agent, self._now)
         for each in list(self._nodes.values()):
             if self._rules.ft and each.placed:
-                self._deliver(self._leader.received, each.agent, Reattach(**each.placed))
+                self._send(each, Reattach(**each.placed))
             else:
                 self._join(each)
 
@@ -369,7 +369,7 @@ class ElasticRun:
 
     def _send(self, node: Node, message: RunMessage) -> None:
         if self._leader is not None and node.is_up:
-            self._deliver(self._leader.received, node.agent, message)
+            self._deliver(self._leader.received, node.agent, message, self._now)
 
     def _deliver(self, event: Callable[..., list[Effect]], *args: Any) -> None:
         """Let the leader handle an event, after a tick if it has had none for long."""
@@ -378,8 +378,6 @@ class ElasticRun:
             return
         if self._now - self._ticked > LIVENESS.heartbeat_interval_s:
             self._tick()
-        if len(args) == 2 and isinstance(args[1], RunMessage):
-            args = (*args, self._now)
         self._do(event(*args))
 
     def _schedule_tick(self) -> None:

@@ -9,7 +9,6 @@ parameters until they have met.
 from __future__ import annotations
 
 import hashlib
-import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -75,38 +74,10 @@ def make_two_dimensional() -> nn.Module:
     return fully_shard(model, mesh=mesh["dp"])
 
 
-def make_mixed() -> nn.Module:
-    """Mixed precision: bfloat16 in the forward pass."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return shard(make_blocks(), mp_policy=policy)
-
-
-def make_parts() -> nn.Module:
-    """A frozen part, and a parameter that two modules share."""
-    model = make_blocks()
-    model[1].rise.weight = model[0].rise.weight
-    model[0].fall.requires_grad_(False)
-    return fully_shard(model)
-
-
-def make_compiled() -> nn.Module:
-    """Compiled blocks."""
-    model = shard(make_blocks())
-    for block in model:
-        block.rise.compile(backend="eager")
-    return model
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "fsdp": lambda: shard(make_blocks()),
-    "hsdp": lambda: shard(
-        make_blocks(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copy", "shard"))
-    ),
     "fsdp x tp": make_two_dimensional,
     "cpu offload": lambda: shard(make_blocks(), offload_policy=CPUOffloadPolicy(pin_memory=False)),
-    "mixed precision": make_mixed,
-    "shared and frozen": make_parts,
-    "compiled": make_compiled,
 }
 
 
@@ -114,16 +85,12 @@ class Trainer:
     def __init__(
         self,
         driver: Lines, library: str, lighthouse: str, slot: int, rank: int, port: int,
-        model: str = "fsdp", sync: bool = False, transport: str = "", fault: str = "",
-        catches_up: bool = False, hosts: str = "",
+        model: str = "fsdp", sync: bool = False,
+        make_transport: Callable[[Any], Any] = lambda _: None, **options: Any,
     ) -> None:  # fmt: skip
-        if hosts:  # the name of each rank's host
-            socket.gethostname = lambda: hosts.split()[rank]  # type: ignore[assignment]
+        """Connect; ``options`` are further ones of the Manager."""
         self._driver, self._library = driver, library
         self._draws = torch.Generator().manual_seed(1000 * slot + rank)
-        self._fault = fault
-        if catches_up:
-            make_network_slow(library)
         torch.manual_seed(slot)
         store = dist.TCPStore(HOST, port, is_master=rank == 0, wait_for_workers=False)
         dist.init_process_group(
@@ -135,18 +102,11 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(trained, lr=0.01)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.9)
         group = part_of(library, "process_group").ProcessGroupGloo(TIMEOUT)
-        http = part_of(library, "checkpointing").HTTPTransport
-        through_group = part_of(library, "checkpointing.pg_transport").PGTransport
-        transports: dict[str, Callable[[], Any]] = {
-            "": lambda: None,
-            "http": lambda: http(TIMEOUT, 0),
-            "pg": lambda: through_group(group, TIMEOUT, torch.device("cpu")),
-        }
         self.manager = make_manager(
             library, lighthouse, store, self._load, self._save, pg=group, rank=rank, world_size=2,
             use_async_quorum=not sync, timeout=TIMEOUT, quorum_timeout=TIMEOUT,
-            replica_id=f"slot{slot}", checkpoint_transport=transports[transport](),
-            **({"catch_up_bytes": 1} if catches_up else {}),
+            replica_id=f"slot{slot}", checkpoint_transport=make_transport(group),
+            **options,
         )  # fmt: skip
 
     def train(self) -> None:
@@ -188,38 +148,19 @@ class Trainer:
         return hashlib.blake2b(raw, digest_size=8).hexdigest()
 
     def _save(self) -> dict:
-        state = {
+        return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "average": self.average,
         }
-        if self._fault == "type":
-            state["extra"] = object()
-        return state
 
     def _load(self, state: dict) -> None:
-        if self._fault == "key":
-            state["nothing"]
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         for name, tensor in state["average"].items():
             self.average[name].copy_(tensor)
-
-
-def make_network_slow(library: str) -> None:
-    """Let most tensors be large, and the answers to requests for them take long (ours alone)."""
-    for name in ("checkpointing._layout", "catch_up", "manager"):
-        part_of(library, name).SMALL_BYTES = 256
-    http = part_of(library, "checkpointing._http")
-    receive = http.receive_into
-
-    def receive_slowly(*arguments: Any) -> None:
-        time.sleep(FORWARD_S / 2)
-        receive(*arguments)
-
-    http.receive_into = receive_slowly
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,10 @@ def test_hang_is_told_by_the_runs_directory(tmp_path):
     attempt = tmp_path / "tasks" / "7_0" / "attempt-0"
     attempt.mkdir(parents=True)
     (tmp_path / "events").mkdir()
-    hang = {"v": 1, "time": 104.5, "kind": "hang", "task": "7_0"}
+    hang = {
+        "v": 1, "time": 104.5, "kind": "hang", "task": "7_0", "stalled_s": 2.0,
+        "ranks": [{"rank": 1, "host": "node1"}], "others": "", "shared": False,
+    }  # fmt: skip
     (tmp_path / "events" / "7_0.jsonl").write_text(json.dumps(hang) + "\n")
     for rank, time in enumerate((103.0, 104.0)):
         file = attempt / f"round-1.rank-{rank}.stack.txt"

@@ -21,7 +21,7 @@ RANKS = (0, 1)
 
 @pytest.fixture(scope="module")
 def crew(tmp_path_factory):
-    made = Crew(tmp_path_factory.mktemp("crew"), "ft.sharded_worker")
+    made = Crew(tmp_path_factory.mktemp("crew"), "ft_sharded_faults")
     yield made
     made.close()
 

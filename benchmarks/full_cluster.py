@@ -19,6 +19,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict
 from pathlib import Path
 
 from evidence.machine import package_version
@@ -164,7 +165,10 @@ def main() -> None:
         load: list(other_jobs(NUM_NODES, load, 60 * given.minutes, seed=1)) for load in given.loads
     }
     if given.again:
-        every = [Replay.from_json(each) for each in json.loads(given.again.read_text())]
+        every = [
+            Replay(**{name: each[name] for name in asdict(Replay(""))})
+            for each in json.loads(given.again.read_text())
+        ]
     else:
         every = play(plays, jobs, given)
     for number, load in enumerate(given.loads):
@@ -199,10 +203,9 @@ def play(
         ]
         wait(played)
     if given.samples:
-        ended = [(load, each) for (load, _), each in zip(plays, played, strict=True)]
         seen = [
-            {"load": load, **each.result().to_json()}
-            for load, each in ended
+            {"load": load, **asdict(each.result())}
+            for (load, _), each in zip(plays, played, strict=True)
             if not each.exception()
         ]
         given.samples.write_text(json.dumps(seen) + "\n")

@@ -33,10 +33,18 @@ from evidence.result import About, Cell, Column, Figure, Result, Table, Target, 
 from evidence.result import Peer as Named
 from evidence.sandbox import sandbox_of
 from evidence.show import among, options, present, say
-from recovery.faults import CASES, NEWCOMER, Stage, occupy_newcomer, sweep_up
+from recovery.faults import (
+    CASES,
+    NEWCOMER,
+    PATIENCE_S,
+    Stage,
+    occupy_newcomer,
+    outcome,
+    sweep_up,
+    trained,
+)
 from recovery.peers import OURS, Peer, nvrx_version, peers
 from recovery.trail import STAGES, Recovery
-from recovery.waiting import PATIENCE_S, outcome, trained
 
 from slurm_sandbox import SandboxConfig, SlurmSandbox
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,16 +19,6 @@ from checkpoint import floors
 from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions
 
 State = dict[str, torch.Tensor]
-
-
-class Way(Protocol):
-    """One way to save and restore."""
-
-    def save(self, folder: Path) -> float:
-        """Save into a folder, and return when it is on disk; return how long one was held up."""
-
-    def restore(self, folder: Path) -> None:
-        """Restore what `save` left there."""
 
 
 class Ours:
@@ -114,15 +103,14 @@ class DcpStager(DcpAsync):
         cuda = torch.cuda.is_available()
         self.stager = DefaultStager(
             StagingOptions(
-                use_pinned_memory=cuda,
-                use_shared_memory=True,
-                use_async_staging=cuda,
+                use_pinned_memory=cuda, use_shared_memory=True, use_async_staging=cuda,
                 use_non_blocking_copy=cuda,
             )
-        )
+        )  # fmt: skip
 
 
-WAYS: dict[str, type] = {
+Way = Ours | TorchSave
+WAYS: dict[str, type[Way]] = {
     "ours": Ours,
     "torch.save": TorchSave,
     "DCP save": DcpSave,

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -115,15 +114,11 @@ def our_saves(c: Checkpointer) -> Begin:
 def dcp_saves(state: State, folder: Path) -> Begin:
     def begin(number: int) -> IsIdle:
         shutil.rmtree(folder / str(number - 2), ignore_errors=True)
-        return _saving(state, folder / str(number)).done
+        saving = async_save(state, checkpoint_id=folder / str(number))
+        assert isinstance(saving, Future)  # without a stager it is
+        return saving.done
 
     return begin
-
-
-def _saving(state: State, folder: Path) -> Future[Any]:
-    saving = async_save(state, checkpoint_id=folder)
-    assert isinstance(saving, Future)  # without a stager it is
-    return saving
 
 
 def training() -> Iterator[float]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -51,13 +52,6 @@ class Replay:
     slots: list[tuple[str, float, float | None, float]] = field(default_factory=list)
     forecasts: list[tuple[float, float]] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Replay:
-        return cls(**{each.name: value[each.name] for each in fields(cls)})
 
 
 class Player:
@@ -105,12 +99,9 @@ class Player:
     def launch(self, argv: Sequence[str]) -> None:
         """Start a launcher on the login node that waits for its jobs."""
         with (self.folder / "launcher.log").open("w") as log:
-            self._launchers.append(
-                subprocess.Popen(
-                    self.sandbox.on_login([*argv]), cwd=self.folder, env=self.env, stdout=log,
-                    stderr=log,
-                )
-            )  # fmt: skip
+            argv = self.sandbox.on_login([*argv])
+            process = subprocess.Popen(argv, cwd=self.folder, env=self.env, stdout=log, stderr=log)
+        self._launchers.append(process)
 
     def play(
         self, submit: Callable[[Player], None] | None, submit_s: float, length_s: float
@@ -228,14 +219,13 @@ class Contestant:
 
 def ours(settings: Mapping[str, Any]) -> Callable[[Player], None]:
     def submit(player: Player) -> None:
-        script = str(Path(__file__).with_name("ours.py"))
-        player.launch([sys.executable, script, str(player.folder), json.dumps(settings)])
+        player.launch([*_work(player), json.dumps(settings)])
 
     return submit
 
 
 def rigid(nodes: int, limit_min: int) -> Callable[[Player], None]:
-    return lambda player: _sbatch(player, nodes, limit_min, f"srun {_work(player)}")
+    return lambda player: _sbatch(player, nodes, limit_min, f"srun {shlex.join(_work(player))}")
 
 
 def chain(nodes: int, limit_min: int, number: int) -> Callable[[Player], None]:
@@ -247,8 +237,7 @@ def chain(nodes: int, limit_min: int, number: int) -> Callable[[Player], None]:
             f"{sys.executable} -m torch.distributed.run --nnodes={nodes} --nproc-per-node=1 "
             f"--rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint={first}:29400"
         )
-        script = Path(__file__).with_name("work.py")
-        line = f"test -e complete || srun {torchrun} {script} {player.folder}"
+        line = f"test -e complete || srun {torchrun} {shlex.join(_work(player)[1:])}"
         for _ in range(number):
             _sbatch(player, nodes, limit_min, line, "--dependency=singleton")
 
@@ -274,8 +263,8 @@ def hydra_submitit(nodes: int, limit_min: int) -> Callable[[Player], None]:
     return submit
 
 
-def _work(player: Player) -> str:
-    return f"{sys.executable} {Path(__file__).with_name('work.py')} {player.folder}"
+def _work(player: Player) -> list[str]:
+    return [sys.executable, str(Path(__file__).with_name("work.py")), str(player.folder)]
 
 
 def _sbatch(player: Player, nodes: int, limit_min: int, line: str, *more: str) -> None:

@@ -2,7 +2,7 @@
 
 A step is a sleep, and makes as much progress as there are workers. The first rank keeps the
 progress in a file, and appends each step to a trail. Each rank notes the moments of its steps in a
-file of its node.
+file of its node. ``work.py FOLDER SETTINGS`` submits it as a run of hpc_elastic, and waits.
 """
 
 from __future__ import annotations
@@ -63,6 +63,30 @@ def train_fixed(folder: Path, rank: int, world: int) -> None:
         training.save()
 
 
+def train(folder: str) -> None:
+    """Train as a run of hpc_elastic: the launcher asks for the step at which to save."""
+    from hpc_elastic import mark_checkpoint, should_checkpoint
+
+    training = Training(Path(folder), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    while not training.is_complete:
+        training.make_step()
+        if should_checkpoint(training.step, every_s=15.0) or training.is_complete:
+            training.save()
+            mark_checkpoint(step=training.step)
+
+
+def submit(folder: str, settings: str) -> None:
+    """Submit `train`, and wait, as a launcher on a login node does."""
+    from hpc_elastic import launch
+
+    launch(
+        train, folder, nproc_per_node=1, launcher="slurm", run_dir=Path(folder, "run"),
+        **json.loads(settings),
+    )  # fmt: skip
+
+
 if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        sys.exit(submit(*sys.argv[1:]))
     names = ("RANK", "WORLD_SIZE") if "RANK" in os.environ else ("SLURM_PROCID", "SLURM_NTASKS")
     train_fixed(Path(sys.argv[1]), *(int(os.environ[name]) for name in names))

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from evidence.torchrun import UNSHARED
 
@@ -37,26 +37,6 @@ while True:
 """
 
 
-class Peer(Protocol):
-    """One way of running the training on all nodes of a sandbox, through preemptions."""
-
-    @property
-    def name(self) -> str:
-        """What it is called in the table."""
-
-    def training(
-        self, sandbox: SlurmSandbox, folder: Path, shared: Path
-    ) -> contextlib.AbstractContextManager[None]:
-        """Submit the training; at the end, end what runs outside Slurm.
-
-        Its groups leave their trails in ``folder``; ``shared`` is for checkpoints and all else, and
-        the same one, unless it is shared as by NFS.
-        """
-
-    def saved(self, shared: Path) -> int:
-        """Return the step of the newest checkpoint; 0 if there is none."""
-
-
 @dataclass(frozen=True)
 class Ours:
     """A run of hpc_elastic with the default settings, but for those given."""
@@ -66,10 +46,16 @@ class Ours:
 
     @contextlib.contextmanager
     def training(self, sandbox: SlurmSandbox, folder: Path, shared: Path) -> Iterator[None]:
+        """Submit the training; at the end, end what runs outside Slurm.
+
+        Its groups leave their trails in ``folder``; ``shared`` is for checkpoints and all else, and
+        the same one, unless it is shared as by NFS.
+        """
         _python(sandbox, folder, HERE / "ours.py", str(shared), json.dumps(self.settings))
         yield
 
     def saved(self, shared: Path) -> int:
+        """Return the step of the newest checkpoint; 0 if there is none."""
         steps = [int(p.name.removeprefix("step-")) for p in shared.glob("checkpoints/step-*")]
         return max(steps, default=0)
 
@@ -104,6 +90,9 @@ class Submitit:
 
         path = shared / "checkpoint.pt"
         return int(torch.load(path, weights_only=True)["step"]) if path.exists() else 0
+
+
+Peer = Ours | Submitit
 
 
 def _python(

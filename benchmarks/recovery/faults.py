@@ -1,23 +1,29 @@
-"""What is done to a group, in the same way whoever runs it."""
+"""What is done to a group, in the same way whoever runs it, and how it gets over that."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from evidence.trails import show_ends
 
 from recovery.peers import TRAINING, Peer
-from recovery.trail import Fault, Worker
+from recovery.trail import Fault, Recovery, Worker, group_of, read_workers, recovery
 from slurm_sandbox import SlurmSandbox
 from slurm_sandbox.processes import wait_until
 from slurm_sandbox.state import load_state
 
 NEWCOMER = "node4"
 _PATIENCE_S = 60.0
+BOUND_S = 120.0
+"""Longer than any time-out that torchrun's rendezvous has by default, but for its join."""
+PATIENCE_S = 150.0
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -144,3 +150,32 @@ def _processes(sandbox: SlurmSandbox, node: str, program: str) -> Iterator[psuti
 
 def _complete(began: Path) -> bool:
     return began.read_text().endswith("\n")
+
+
+def trained(folder: Path, size: int, train_s: float) -> list[Worker]:
+    """Wait until the whole group has trained for so long, and return its workers; none if never."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        group = group_of(read_workers(folder), size)
+        spans = [w.steps[-1][0] - w.steps[0][0] for w in group if w.steps]
+        if len(spans) == size and min(spans) >= train_s:
+            return group
+        time.sleep(_POLL_S)
+    show_ends(folder.rglob("*.log"))
+    return []
+
+
+def outcome(
+    sandbox: SlurmSandbox, peer: Peer, folder: Path, fault: Fault
+) -> tuple[str, Recovery | None]:
+    """Wait for the next step, or for the end of all who could make one."""
+    for poll in itertools.count():
+        if recovery(read_workers(folder), fault) is not None:
+            time.sleep(_POLL_S)  # the others' first steps, and the leader's events
+            return "recovered", recovery(read_workers(folder), fault, peer.notices(folder))
+        if time.time() - fault.at > BOUND_S:
+            return "no step", None
+        if poll % 5 == 4 and not set(jobs(sandbox)) - {fault.host}:
+            return "all die", None
+        time.sleep(_POLL_S)
+    raise AssertionError("unreachable")

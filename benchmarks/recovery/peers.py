@@ -15,7 +15,7 @@ import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from evidence.machine import ROOT
 from evidence.torchrun import TORCHRUN, TUNED, UNSHARED, conf
@@ -28,30 +28,6 @@ TRAINING = Path(__file__).with_name("training.py")
 _ports = itertools.count(29400)  # the last one may still be waiting for stray packets
 
 
-class Peer(Protocol):
-    """One way of running the training on all nodes of a sandbox."""
-
-    @property
-    def name(self) -> str:
-        """What it is called in the table."""
-
-    @property
-    def program(self) -> str:
-        """What stands in the command line of its agents."""
-
-    def start(self, sandbox: SlurmSandbox, folder: Path) -> None:
-        """Submit the training, one agent a node; it writes its trail and more into the folder.
-
-        Each node's job writes the Unix time at which it starts into ``began-<node>``.
-        """
-
-    def leader(self, folder: Path) -> str:
-        """Return the node on which all others depend."""
-
-    def notices(self, folder: Path) -> list[Notice]:
-        """Return what is known of its decisions."""
-
-
 @dataclass(frozen=True)
 class Ours:
     """A run of hpc_elastic with the default settings, but for those given.
@@ -62,8 +38,13 @@ class Ours:
     settings: dict[str, Any]
     name: str = OURS
     program: str = "hpc_elastic.agent"
+    """What stands in the command line of its agents."""
 
     def start(self, sandbox: SlurmSandbox, folder: Path) -> None:
+        """Submit the training, one agent a node; it writes its trail and more into the folder.
+
+        Each node's job writes the Unix time at which it starts into ``began-<node>``.
+        """
         agent = {"warm_imports": ["torch", "ahead"], **self.settings.get("agent", {})}
         settings = {**self.settings, "agent": agent, "setup": [_note_begin(folder)]}
         argv = [sys.executable, *map(str, (TRAINING, folder, folder / "run")), json.dumps(settings)]
@@ -73,6 +54,7 @@ class Ours:
         )  # fmt: skip
 
     def leader(self, folder: Path) -> str:
+        """Return the node on which all others depend."""
         return host_of_leader(folder / "run")
 
     def notices(self, folder: Path) -> list[Notice]:
@@ -89,15 +71,12 @@ class Torchrun:
     program: str = str(TORCHRUN)
 
     def start(self, sandbox: SlurmSandbox, folder: Path) -> None:
-        port = next(_ports)
+        port, variables = next(_ports), [f"{k}={v}" for k, v in self.environment.items()]
         for node in sandbox.nodes:
             options = ["-N1", f"--nodelist={node}", "--exclusive", "--no-requeue"]
             options += [f"--output={folder}/{node}.log", f"--chdir={folder}"]
             script = f"{_note_begin(folder)}; {self._command(sandbox.nodes[0], port, folder)}"
-            sandbox.run(["env", *self._variables(), "sbatch", *options, f"--wrap={script}"])
-
-    def _variables(self) -> list[str]:
-        return [f"{name}={value}" for name, value in self.environment.items()]
+            sandbox.run(["env", *variables, "sbatch", *options, f"--wrap={script}"])
 
     def _command(self, host: str, port: int, folder: Path) -> str:
         argv = [
@@ -113,6 +92,9 @@ class Torchrun:
     def notices(self, folder: Path) -> list[Notice]:
         """Return nothing: torch's agents keep no record of what they decide."""
         return []
+
+
+Peer = Ours | Torchrun
 
 
 def _note_begin(folder: Path) -> str:

@@ -17,9 +17,10 @@ from recovery.faults import (
     kill_leaders_node,
     let_join,
     occupy_newcomer,
+    outcome,
+    trained,
 )
 from recovery.trail import Fault
-from recovery.waiting import outcome, trained
 
 from shared_folder.place import LOCAL, NFS, Place, training
 

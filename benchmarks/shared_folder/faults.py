@@ -12,8 +12,8 @@ from pathlib import Path
 
 from evidence.result import Column, Table, Target, figure
 from kernel_nfs.facts import split
+from recovery.faults import trained
 from recovery.trail import run_events
-from recovery.waiting import trained
 
 from hpc_elastic.run.directory import RunDir
 from shared_folder.place import NFS, Place, Training, training

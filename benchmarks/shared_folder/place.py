@@ -178,7 +178,7 @@ def training(
         arguments = [name, str(sweep / "checkpoints"), mib, every_steps, pause_s]
         setup = [f"date +%s.%N > {name}/began-$(hostname)"]
         given = {
-            "training": f"shared_folder.{'light' if light else 'training'}",
+            "training": f"shared_folder.{'submit' if light else 'training'}",
             "arguments": arguments, "nodes": nodes, "run": str(sweep / "run"),
             "settings": {"setup": setup, **(settings or {})},
         }  # fmt: skip

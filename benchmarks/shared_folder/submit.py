@@ -46,5 +46,22 @@ def submit(raw: str) -> None:
     )  # fmt: skip
 
 
+def train(local: str, checkpoints: str, mib: int, every_steps: int, pause_s: float) -> int:
+    """Train without torch, so that many fit into one machine; the arguments are `training`'s."""
+    from hpc_elastic import mark_checkpoint, report, should_checkpoint
+
+    folder, step = Path(local), 0
+    trail = begin_file(folder, "trail")
+    while not json.loads((folder / TOLD).read_text())["finish"]:
+        step += 1
+        report(step=step)
+        trail.write(f"{time.time()} {step}\n")
+        time.sleep(pause_s)
+        if should_checkpoint(step, every_steps=every_steps):
+            mark_checkpoint(step=step)
+    begin_file(folder, "end")
+    return step
+
+
 if __name__ == "__main__":
     submit(*sys.argv[1:])

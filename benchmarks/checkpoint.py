@@ -9,8 +9,6 @@ compares; the same CPU time counts for each rank. With ``--steps``, a training i
 and while a save is written, ours and DCP's.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -9,8 +9,6 @@ root, and k are measured only if they are asked for. Each cell is a median, with
 number of samples.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence

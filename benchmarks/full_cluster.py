@@ -10,8 +10,6 @@ wait by themselves. It is node time that is to be spent (`full_cluster/work.py`)
 peers save each step, so that they lose nothing when a job ends.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -14,8 +14,6 @@ trained for a while. Everybody trains the same network in steps of the same leng
   take Slurm's hold of two minutes from a task that he has requeued.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -11,8 +11,6 @@ measured; a chain of rigid jobs waits until all its nodes are idle for the whole
 (`harvest.peers`). Steps are linear in the number of nodes.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import statistics

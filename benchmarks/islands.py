@@ -4,8 +4,6 @@
 python benchmarks/islands.py --repeats 3
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import tempfile

@@ -20,8 +20,6 @@ Debian packages: user-mode-linux kmod nfs-common nfs-kernel-server rpcbind e2fsp
 the Slurm sandbox. It takes about ten minutes for each kind of mount.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 import time

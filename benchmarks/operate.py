@@ -7,8 +7,6 @@
 programs, commands that ask Slurm ask a sandbox.
 """
 
-from __future__ import annotations
-
 from evidence import torchrun
 from evidence.result import About, Peer, Result, Table, Target
 from evidence.show import among, options, present

@@ -16,8 +16,6 @@ Of torchrun nothing is known between the fault and the start of the worker; of o
 - init: until all workers have joined the process group; then comes the first step.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

@@ -10,8 +10,6 @@ told to stop and join again. A run of c10d that takes longer than ``--peer-limit
 their answers, and the state in them. The exponent is by least squares over the medians.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -11,8 +11,6 @@
 - plain ``sbatch --requeue``: Slurm's.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

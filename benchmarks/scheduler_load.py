@@ -7,8 +7,6 @@
 programs that stand before Slurm's own on the PATH, requests by sdiag.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

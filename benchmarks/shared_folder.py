@@ -22,8 +22,6 @@ Parts, and about how long each takes (``--parts A,B`` chooses):
 The launcher runs on the login node (`SlurmSandbox.on_login`), as do `hpc-elastic` commands.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

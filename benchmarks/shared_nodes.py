@@ -6,8 +6,6 @@
 `ABOUT` says what is measured. No torch, no Slurm, no network is needed.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import random

@@ -12,8 +12,6 @@ instead of the rendezvous, with ``--submissions`` what is submitted to a Slurm w
 lost. No torch, no Slurm, no network is needed.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -7,8 +7,6 @@ Peers that know the key are an agent that connects to the leader, a replica to t
 that heals to another, and a worker that sends a copy of its checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -11,8 +11,6 @@ The rest of the whole command is not the launcher's: interpreter, imports, and H
 which composes every config before it calls the launcher (about 0.06 s each).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import statistics

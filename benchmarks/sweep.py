@@ -8,8 +8,6 @@ needs Optuna 2 and SQLAlchemy 1, so it has an environment of its own in the user
 made at the first use, and in which torch is that of this interpreter.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -7,8 +7,6 @@
 adds that of the tree, the random numbers and the exchange.
 """
 
-from __future__ import annotations
-
 import random
 import tempfile
 import time

@@ -4,8 +4,6 @@ A way to save returns the seconds for which the training is held up; the caller 
 Each is called with a new folder every time, and may keep what a training would keep.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What no checkpoint can be faster than: plain copies, writes and reads of the same bytes."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -1,7 +1,5 @@
 """How much saves slow the steps of a training that uses every core."""
 
-from __future__ import annotations
-
 import shutil
 import statistics
 import time

@@ -1,7 +1,5 @@
 """On what the figures were measured: this machine and the versions in use, without its name."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

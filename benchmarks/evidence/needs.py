@@ -1,7 +1,5 @@
 """What a benchmark needs, whether it is there, and what to do if it is not."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

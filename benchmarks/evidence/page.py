@@ -1,7 +1,5 @@
 """Writes the page of all results from their records (pure but for the template's file)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

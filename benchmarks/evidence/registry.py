@@ -1,7 +1,5 @@
 """Which benchmarks there are: how each is run, what it needs, how long it takes."""
 
-from __future__ import annotations
-
 import ast
 import shlex
 from collections.abc import Iterable, Sequence

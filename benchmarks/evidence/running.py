@@ -1,7 +1,5 @@
 """Runs benchmarks, one process after the other, keeps their results and writes the page."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """A Slurm of the benchmark's own, which goes whatever happens."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

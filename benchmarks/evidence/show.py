@@ -1,7 +1,5 @@
 """Shows a result on a terminal, and writes it where the command line says."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """torchrun, as the benchmarks start it: its program, and the best settings of its rendezvous."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reading what trainings leave: a line of JSON, then one for each step with its Unix time."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable

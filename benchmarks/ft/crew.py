@@ -1,7 +1,5 @@
 """The driver's side: nurseries, the workers that they fork, and what those tell."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Parts b, c, g and h: a replica is killed or stopped, the coordinator is killed."""
 
-from __future__ import annotations
-
 import math
 import signal
 import time

@@ -4,8 +4,6 @@ The transports are driven as a Manager drives them, without one. The time runs f
 the state stands in the model's tensors: a copy is made where the transport does not fill them.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import time

@@ -4,8 +4,6 @@ The network is the loopback of a network namespace of its own, with a token buck
 gradients, votes and states all go over it. That takes root.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

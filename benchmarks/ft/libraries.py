@@ -1,7 +1,5 @@
 """The two libraries that are compared, under the names that both of them use."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """JSON lines over a socket between the driver of a benchmark and its workers."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

@@ -12,8 +12,6 @@ connects to the driver's socket itself: who it is, its events, and the end of it
 it dies.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

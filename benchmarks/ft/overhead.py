@@ -7,8 +7,6 @@ check for silent data corruption, which is too little to be seen in such a diffe
 commit of the steps that have one, by the time of all steps.
 """
 
-from __future__ import annotations
-
 import contextlib
 import statistics
 from collections import Counter

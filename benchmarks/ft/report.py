@@ -1,7 +1,5 @@
 """What is to be measured; rows of results, and the table that they make."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Part d, and part h for groups of ranks: a replica comes back, and takes others' state."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

@@ -6,8 +6,6 @@ same round is simulated as well: the decisions alone, without any socket, for wh
 stands still.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import math

@@ -5,8 +5,6 @@ state of the optimizer. Thirty steps of both later, all parameters, optimizer st
 are compared bit by bit, for every step that both have committed since.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

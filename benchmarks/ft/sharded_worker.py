@@ -6,8 +6,6 @@ with the counterparts in the other groups. The groups differ in what they draw, 
 parameters until they have met.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Trainings that faults happen to: parts b, c, d, g, h and j."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time

@@ -3,8 +3,6 @@
 Both libraries run the same lines; only where the classes are imported from differs.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """From what was seen in a replay to figures (pure)."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Sequence

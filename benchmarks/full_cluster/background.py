@@ -1,7 +1,5 @@
 """The other jobs of the cluster: of all shapes, always the same, one after the other (pure)."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass

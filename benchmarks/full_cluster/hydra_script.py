@@ -1,7 +1,5 @@
 """The training as a script of Hydra, for hydra-submitit-launcher."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ progress in a file, and appends each step to a trail. Each rank notes the moment
 file of its node. ``work.py FOLDER SETTINGS`` submits it as a run of hpc_elastic, and waits.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -11,8 +11,6 @@ A node is available while no taker has it. A step is useful if the last state co
 was made and lost was made in vain. So a step counts once, however often it was made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

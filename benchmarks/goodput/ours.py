@@ -3,8 +3,6 @@
 The trail goes into a folder that this machine sees at once, all else into the shared one.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -6,8 +6,6 @@ its workers may read what the last group has left in a shared store; and that wh
 rendezvous must outlive all nodes: it runs on the login node.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -5,8 +5,6 @@ workers save (`careful.py`), and submitit requeues the job from its handler of t
 SIGTERM here (SUBMITIT_PREEMPT_SIGNAL).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

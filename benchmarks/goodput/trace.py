@@ -6,8 +6,6 @@ when it starts and ends. So a node counts as taken for exactly as long as somebo
 grace in which it is being left belongs to the training.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ kept busy; so a step of two nodes takes twice as long as one of four, and the gl
 same. Forward, backward, the all-reduce and the optimizer are real.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

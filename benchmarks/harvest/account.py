@@ -1,7 +1,5 @@
 """What a run makes of the node-time that it holds (pure)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -12,8 +12,6 @@ With ``ft=true`` nodes are replicas: the leader's decisions are real, and the qu
 a quorum costs its members is taken from `Costs`.
 """
 
-from __future__ import annotations
-
 import heapq
 import random
 from collections.abc import Callable, Collection, Iterable

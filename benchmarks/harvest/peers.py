@@ -1,7 +1,5 @@
 """Models of peers in the same slots: restarts of all, and chains of rigid jobs (pure)."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A picture of a run in the holes of a machine: nodes over time, as SVG (pure)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -14,8 +14,6 @@ A task is in the queue again `AWAY_S` after its slot, for all contestants: each 
 whatever it makes of them.
 """
 
-from __future__ import annotations
-
 import heapq
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Processes of islands or replicas, and random faults at them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

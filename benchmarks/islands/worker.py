@@ -6,8 +6,6 @@ A step sleeps instead of computing, so that figures do not depend on cores. Each
 is a JSON object.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -4,8 +4,6 @@ slurmctld is that of a sandbox; its nodes are ended, and machines have their nam
 Each runs munged and slurmd, and has the shared folder by the kernel's own NFS client, at `FOLDER`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

@@ -1,7 +1,5 @@
 """What the files of a run say: functions that run on the server, which sees each change at once."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from pathlib import Path

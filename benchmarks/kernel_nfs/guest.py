@@ -4,8 +4,6 @@ Run as a file, with the console as standard input and output. A line in is a req
 answer; both are JSON. Each request has a thread of its own, so that one that waits holds up none.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -5,8 +5,6 @@ and the code are this machine's; `/tmp`, `/run` and the like are its own. Its ne
 the switch of a Slurm sandbox. What it has to do comes over its console (`guest`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

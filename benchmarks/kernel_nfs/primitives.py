@@ -4,8 +4,6 @@ Times are seconds since the epoch by the machine's own clock, which may be a sec
 system calls are made is what is measured: so `os`, not `pathlib`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

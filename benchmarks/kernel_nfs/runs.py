@@ -1,7 +1,5 @@
 """One run of the product on one kind of mount, from its submission to its end, with two deaths."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

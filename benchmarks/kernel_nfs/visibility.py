@@ -1,7 +1,5 @@
 """How long until one client sees what another one did, by each way of asking."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator

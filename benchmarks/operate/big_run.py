@@ -5,8 +5,6 @@ fail. A node that was lost comes back two minutes later. Each round leaves a fil
 rank; the rest is what agents and leaders write: events, progress, status, result.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """How long commands take that people give on a login node, each a process of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

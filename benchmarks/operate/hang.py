@@ -1,7 +1,5 @@
 """How long from a rank that gets stuck to its stacks on disk, and to the next training step."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

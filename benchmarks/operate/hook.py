@@ -4,8 +4,6 @@ The worker's entry has torch call it after each optimizer step, and it writes th
 control page. Steps with it and without it take turns in one process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

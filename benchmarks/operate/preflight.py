@@ -4,8 +4,6 @@
 imports what is asked for meanwhile, waits for the verdict and prints the monotonic time of it.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """What is done to a group, in the same way whoever runs it, and how it gets over that."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import time

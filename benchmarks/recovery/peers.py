@@ -4,8 +4,6 @@ Both start the same training on the same four nodes, as four jobs of one node ea
 lets the others be when one is lost or cancelled. (In one job of four nodes, Slurm would end all.)
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """From the workers' trails and a run's events to one measurement; pure but for the reading."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

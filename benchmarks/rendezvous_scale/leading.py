@@ -1,7 +1,5 @@
 """Our leader as a run has it, in a process of its own; no store is started, no Slurm asked."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from functools import partial

@@ -4,8 +4,6 @@ The threads are spread over a few processes, as many as it likes: in one, the in
 would be counted against it. Processes have imported torch and wait, when the time begins.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """A process of its own for each side, with a pipe to it, and as many sockets as it needs."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import resource

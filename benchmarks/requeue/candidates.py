@@ -3,8 +3,6 @@
 Each runs the same loop, which writes down when it begins: Python, torch imported, one line.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

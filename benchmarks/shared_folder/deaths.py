@@ -3,8 +3,6 @@
 What is done, and what counts as the next step, is that of `benchmarks/recovery.py`.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A save of several ranks, and the end of a run, on a local disk and as by NFS."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field

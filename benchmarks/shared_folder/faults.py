@@ -1,7 +1,5 @@
 """Faults of a minute, and of many nodes: one writer at any time, every sample once, a good end."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Counted by the NFS clients of the sandbox: what they answer from their caches is not among it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Where runs are, on a local disk or in a folder shared as by NFS; and runs that are under way."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

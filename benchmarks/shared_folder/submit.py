@@ -4,8 +4,6 @@ What a training leaves for the benchmark (trails, saves, ends) and what it is to
 folder of the machine that all nodes see at once; the run and its checkpoints are in the shared one.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

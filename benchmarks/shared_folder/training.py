@@ -1,7 +1,5 @@
 """The training of `shared_folder.py`."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

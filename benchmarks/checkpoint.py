@@ -66,7 +66,6 @@ Times = dict[tuple[str, str], list[float]]
 
 
 def make_state(gib: float, tensor_mib: float) -> dict[str, torch.Tensor]:
-    """Return random tensors of that size in all."""
     count = max(1, round(gib * 1024 / tensor_mib))
     elements = int(tensor_mib * (1 << 20) / 4)
     return {f"layer{i}.weight": torch.rand(elements) for i in range(count)}

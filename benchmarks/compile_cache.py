@@ -66,7 +66,6 @@ ABOUT = About(
 
 
 def measure() -> list[float]:
-    """Return the seconds to the first step of each start."""
     with tempfile.TemporaryDirectory(prefix="compile-") as name:
         folder = Path(name)
         (folder / "script.py").write_text(SCRIPT)

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from evidence.machine import package_version
+from evidence.machine import Steal, package_version
 from evidence.result import About, Peer, Result
 from evidence.show import options, present, rich_table
 from ft import faults, healing, joins, overhead, returns, rounds, sharded
 from ft.libraries import OURS, PEER, is_installed
-from ft.report import Row, Settings, Steal, table
+from ft.report import Row, Settings, table
 from rich.console import Console
 
 GROUPS, RANKS = 2, 2

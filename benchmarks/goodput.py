@@ -73,8 +73,6 @@ ABOUT_TOGETHER = replace(
 
 @dataclass(frozen=True)
 class Measurement:
-    """One trace, and what one peer made of it."""
-
     peer: str
     undisturbed: float
     """Steps per node-second."""
@@ -86,7 +84,6 @@ class Measurement:
 
 
 def measure(peer: Peer, sandbox: SlurmSandbox, minutes: float, train_s: float) -> Measurement:
-    """Start a training, play the trace to it, and clear everything away."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(new_folder())
         nfs = sandbox.config.nfs
@@ -152,27 +149,21 @@ def _row(m: Measurement) -> tuple[str | Figure, ...]:
     return m.peer, *map(Figure, (*values, a.lost_steps, *shares))
 
 
-def as_json(measured: Sequence[Measurement]) -> str:
-    return json.dumps([{"goodput": m.goodput, **asdict(m)} for m in measured], indent=1) + "\n"
-
-
-def config(name: str, nfs: str = "") -> SandboxConfig:
-    return SandboxConfig(name=name, nodes=NUM_NODES, nfs=nfs)
-
-
 def measurements(field: Sequence[Peer], given: argparse.Namespace) -> Iterator[Measurement]:
     """Measure one peer after the other, or all at the same time, each on a Slurm of its own."""
     with contextlib.ExitStack() as stack:
         if not given.together:
             nfs = str(stack.enter_context(new_folder()).resolve()) if given.nfs else ""
-            sandbox = stack.enter_context(sandbox_of(config(given.sandbox, nfs)))
+            config = SandboxConfig(name=given.sandbox, nodes=NUM_NODES, nfs=nfs)
+            sandbox = stack.enter_context(sandbox_of(config))
             for peer in field:
                 yield measure(peer, sandbox, given.minutes, given.train_s)
             return
         # First in, last out: threads that are waited for end because their sandboxes have gone.
         threads = stack.enter_context(ThreadPoolExecutor())
         names = [f"{given.sandbox}{number}" for number in range(len(field))]
-        sandboxes = [stack.enter_context(sandbox_of(config(name))) for name in names]
+        configs = [SandboxConfig(name=name, nodes=NUM_NODES) for name in names]
+        sandboxes = [stack.enter_context(sandbox_of(config)) for config in configs]
         minutes, train_s = given.minutes, given.train_s
         yield from threads.map(lambda p, s: measure(p, s, minutes, train_s), field, sandboxes)
 
@@ -210,7 +201,8 @@ def main() -> None:
             measured.append(m)
             say(f"{m.peer}: {m.goodput:.1%} of the undisturbed rate")
             if given.samples:
-                given.samples.write_text(as_json(measured))
+                found = [{"goodput": m.goodput, **asdict(m)} for m in measured]
+                given.samples.write_text(json.dumps(found, indent=1) + "\n")
     finally:
         if measured:
             present(result(measured, together=given.together), given)

@@ -117,7 +117,6 @@ def large(nodes: int) -> Costs:
 
 
 def shares(log: Log, nodes: int, duration_s: float, hour: float) -> dict[str, Shares]:
-    """Return the shares of all contestants in the same slots, by model."""
     slots = log.slots(hour, nodes, "qos", duration_s)
     restoring = large(nodes)
     fast = replace(restoring, heal_s=RESTORE_S)
@@ -162,7 +161,6 @@ def work(log: Log, nodes: int, hour: float) -> dict[str, float]:
 
 
 def shapes(log: Log, nodes: int, duration_s: float, hour: float) -> dict[str, Shares]:
-    """Return the shares of ours and of torchrun tuned, by the shape of the requests."""
     found: dict[str, Shares] = {}
     for shape in SHAPES:
         slots = log.slots(hour, nodes, shape, duration_s)
@@ -191,7 +189,6 @@ GROWTH: dict[str, tuple[str, Script]] = {
 
 
 def growth(log: Log, nodes: int, duration_s: float, hour: float) -> dict[str, Shares]:
-    """Return the shares of ours, by when newcomers join."""
     slots = log.slots(hour, nodes, "qos", duration_s)
     found: dict[str, Shares] = {}
     for name, (scale_up, script) in GROWTH.items():
@@ -204,7 +201,6 @@ def growth(log: Log, nodes: int, duration_s: float, hour: float) -> dict[str, Sh
 
 
 def together(samples: Iterable[Share]) -> float:
-    """Return the share of all runs together, in per cent."""
     samples = list(samples)
     return 100 * sum(s.trained_s for s in samples) / max(1.0, sum(s.held_s for s in samples))
 
@@ -285,7 +281,6 @@ def work_targets(found: Mapping[int, Sequence[Mapping[str, float]]]) -> list[Tar
 
 
 def plain_table(caption: str, found: Sequence[Mapping[str, Shares]]) -> Table:
-    """Return one row for each case, with the shares of its contestants."""
     contestants = list(next(iter(found[0].values())))
     columns = [Column("")]
     for name in contestants:

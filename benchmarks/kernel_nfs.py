@@ -58,7 +58,9 @@ def main() -> int:
     parser.add_argument("--only", choices=("primitives", "runs"))
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="copy the runs' files there")
     given = parser.parse_args()
-    refuse()
+    unmet = [need for need in (*SANDBOX, KERNELS) if not need.is_met()]
+    if unmet:
+        sys.exit("\n".join(f"it needs {need.name}: {need.remedy}" for need in unmet))
     began = time.monotonic()
 
     def say(line: str) -> None:
@@ -85,13 +87,6 @@ def main() -> int:
         tables.append(run_table(reports))
     present(Result(ABOUT, tuple(tables), notes=tuple(notes)), given)
     return 1 if any(report.problems for report in reports) else 0
-
-
-def refuse() -> None:
-    """Exit where something is missing, with what it is and how to get it."""
-    unmet = [need for need in (*SANDBOX, KERNELS) if not need.is_met()]
-    if unmet:
-        sys.exit("\n".join(f"it needs {need.name}: {need.remedy}" for need in unmet))
 
 
 def seen(up: Cluster, mounts: list[str], say, notes: list[str]) -> Iterator[Table]:

@@ -78,8 +78,6 @@ ABOUT = About(
 
 @dataclass(frozen=True)
 class Measurement:
-    """One fault, and what came of it."""
-
     case: str
     peer: str
     outcome: str

@@ -55,8 +55,6 @@ ABOUT = About(
 
 @dataclass(frozen=True)
 class Ours:
-    """One group of ours, formed and formed again."""
-
     first: agents.Reached
     again: agents.Reached
     leader_cpu_s: float

@@ -22,6 +22,8 @@ Parts, and about how long each takes (``--parts A,B`` chooses):
 The launcher runs on the login node (`SlurmSandbox.on_login`), as do `hpc-elastic` commands.
 """
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import itertools
@@ -69,8 +71,6 @@ ABOUT = About(
 
 @dataclass
 class Measured:
-    """All that was measured so far."""
-
     saves: dict[str, list[ends.Course]] = field(default_factory=dict)
     ends: dict[str, list[ends.Course]] = field(default_factory=dict)
     deaths: list[deaths.Measurement] = field(default_factory=list)

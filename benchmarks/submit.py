@@ -116,7 +116,6 @@ class Timing:
 
 
 def contestants(num_runs: int, num_nodes: int) -> list[Contestant]:
-    """Return the floor first, then the launchers."""
     hydra_script = [sys.executable, "script.py", "-m", f"+x=range({num_runs})"]
     bare = ["sbatch", "--hold", f"--array=0-{num_runs * num_nodes - 1}", "--wrap=true"]
     ours = ["+launcher=slurm", "launcher.wait=false", "launcher.sbatch={hold:true}"]
@@ -166,7 +165,6 @@ def check_queue(contestant: Contestant, sandbox: SlurmSandbox) -> None:
 
 
 def empty_queue(sandbox: SlurmSandbox) -> None:
-    """Cancel every job of the sandbox and wait until they are gone."""
     squeue = ["squeue", "--noheader", "--format=%A"]
     while jobs := sorted(set(sandbox.run(squeue).stdout.split())):
         sandbox.run(["scancel", *jobs])

@@ -142,7 +142,6 @@ class Timing:
 
 
 def durations(num: int) -> list[float]:
-    """Return the times of the trials, always the same."""
     drawn = random.Random(7)
     return [
         round(min(LONGEST_S, max(SHORTEST_S, drawn.lognormvariate(2.9, 1.2))), 2)

@@ -92,7 +92,6 @@ def block_of(way: str, width: int, hidden: int) -> Callable[[int], float]:
 
 
 def work(rank: int, num_workers: int, repeats: int, folder: str) -> None:
-    """Measure on one worker; worker 0 writes the times."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store-{num_workers}", rank=rank,

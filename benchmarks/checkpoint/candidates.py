@@ -56,7 +56,6 @@ class TorchSave:
         return time.perf_counter() - begin
 
     def restore(self, folder: Path) -> None:
-        """Load, and copy into place."""
         loaded = torch.load(folder / "state.pt", weights_only=True)
         floors.copy_by_torch(loaded, self._state)
 
@@ -70,7 +69,6 @@ class DcpSave(TorchSave):
         return time.perf_counter() - begin
 
     def restore(self, folder: Path) -> None:
-        """Load in place."""
         load(self._state, checkpoint_id=folder)
 
 

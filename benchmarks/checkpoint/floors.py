@@ -27,7 +27,6 @@ def copy_by_memcpy(tensors: dict[str, torch.Tensor], to: dict[str, torch.Tensor]
 
 
 def copy_by_torch(tensors: dict[str, torch.Tensor], to: dict[str, torch.Tensor]) -> None:
-    """Copy a state, tensor by tensor, with torch's copy."""
     for name, tensor in tensors.items():
         to[name].copy_(tensor)
 

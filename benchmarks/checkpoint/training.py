@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
+from evidence.machine import MOST_STOLEN, Steal
 from evidence.result import Cell, Column, Figure, Table, Target, figure
 from torch.distributed.checkpoint import async_save  # type: ignore[attr-defined]
 
@@ -22,8 +22,6 @@ MOST_SLOWER = 5.0
 SEGMENT_S = 1.5
 """Steps are made for so long alone, and at most so long beside a save, in turns."""
 PATIENCE_S = 120.0
-MOST_STOLEN = 0.05
-"""A round in which the host took more of the cores than that says nothing about saves."""
 IsIdle = Callable[[], bool]
 Begin = Callable[[int], IsIdle]
 """Begins the save of a step; what it returns tells whether the save has ended."""
@@ -91,12 +89,10 @@ def measured(name: str, steps: Iterator[float], begin: Begin, rounds: int) -> Sl
 
 def segment(steps: Iterator[float], is_over: IsIdle) -> tuple[list[float], float]:
     """Make steps for a while; return what each took, and the share of CPU time the host took."""
-    before, end, taken = psutil.cpu_times(), time.perf_counter() + SEGMENT_S, [next(steps)]
+    steal, end, taken = Steal(), time.perf_counter() + SEGMENT_S, [next(steps)]
     while time.perf_counter() < end and not is_over():
         taken.append(next(steps))
-    after = psutil.cpu_times()
-    passed = sum(after[:8]) - sum(before[:8])
-    return taken, (after.steal - before.steal) / max(passed, 1e-3)
+    return taken, steal.share()
 
 
 def our_saves(c: Checkpointer) -> Begin:

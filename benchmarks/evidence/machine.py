@@ -61,3 +61,21 @@ def _answer(argv: list[str]) -> str:
         return ""
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+MOST_STOLEN = 0.05
+"""If the host took more of the cores than that, the measurement does not say much."""
+
+
+class Steal:
+    """How much of the cores the host takes away."""
+
+    def __init__(self) -> None:
+        self._last = psutil.cpu_times()
+
+    def share(self) -> float:
+        """Return the share that was taken since the last call."""
+        before, self._last = self._last, psutil.cpu_times()
+        passed = sum(self._last[:8]) - sum(before[:8])  # the guests' are the user's
+        stolen: float = self._last.steal - before.steal
+        return stolen / max(passed, 1e-3)

@@ -22,14 +22,6 @@ class Need:
     remedy: str
 
 
-def _is_root() -> bool:
-    return os.geteuid() == 0
-
-
-def _has_slurm() -> bool:
-    return shutil.which("slurmctld") is not None
-
-
 def _has_clients() -> bool:
     from slurm_sandbox.releases import missing_packages
 
@@ -43,13 +35,18 @@ def _finds_itself() -> bool:
 
 
 def package(name: str) -> Need:
-    """Return the need of an optional package of the extra ``bench``."""
     remedy = "pip install -c constraints.txt -e '.[bench]'"
     return Need(f"the package {name}", lambda: package_version(name) is not None, remedy)
 
 
-ROOT = Need("root", _is_root, "run it as root: the Slurm sandbox has network namespaces")
-SLURM = Need("Slurm's programs", _has_slurm, "./scripts/slurm_sandbox.py install")
+ROOT = Need(
+    "root", lambda: os.geteuid() == 0,
+    "run it as root: the Slurm sandbox has network namespaces",
+)  # fmt: skip
+SLURM = Need(
+    "Slurm's programs", lambda: shutil.which("slurmctld") is not None,
+    "./scripts/slurm_sandbox.py install",
+)  # fmt: skip
 LOOK_UP = Need(
     "a reverse look-up of 127.0.0.1 that answers at once",
     _finds_itself,

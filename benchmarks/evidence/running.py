@@ -29,7 +29,6 @@ _REMEMBERED = 50
 
 
 def run(benchmark: Benchmark, options: Sequence[str], folder: Path) -> Record:
-    """Measure, write the record of it, and return that."""
     before = record.read(benchmark.name, folder)
     with tempfile.TemporaryDirectory(prefix="run-all-") as name:
         file = Path(name, "result.json")
@@ -126,7 +125,35 @@ def measure(given: argparse.Namespace, folder: Path, file: Path) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = parse(argv)
+    parser = argparse.ArgumentParser(
+        description="Run all benchmarks, one after the other, and write benchmarks/RESULTS.md.",
+        epilog="Exit codes: 0 all were measured; 1 some failed; 2 something that is needed is "
+        "missing, and nothing was run. On a quiet machine, please: nothing else may run beside it.",
+    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these, not all; see --list")
+    parser.add_argument("--list", action="store_true", help="print which there are, and stop")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--quick", action="store_true",
+        help="see that they work; what comes out goes into a folder of its own",
+    )  # fmt: skip
+    how.add_argument("--repeats", type=int, metavar="N", help="of each, where it has repeats")
+    how.add_argument(
+        "--from", dest="page", type=Path, nargs="?", const=RESULTS, metavar="FOLDER",
+        help="measure nothing, write the page from this folder's files "
+        "(default: benchmarks/results)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--into",
+        type=Path,
+        metavar="FOLDER",
+        help="write files and page there, not into benchmarks/",
+    )
+    parser.add_argument(
+        "--rest", action="store_true",
+        help="run the others where something is missing, and write down what is",
+    )  # fmt: skip
+    given = parser.parse_args(argv)
     if given.list:
         print(listing(registry.chosen(given.only)))
         return 0
@@ -139,42 +166,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         file = folder / PAGE.name
     folder.mkdir(parents=True, exist_ok=True)
     return measure(given, folder, file)
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Run all benchmarks, one after the other, and write benchmarks/RESULTS.md.",
-        epilog="Exit codes: 0 all were measured; 1 some failed; 2 something that is needed is "
-        "missing, and nothing was run. On a quiet machine, please: nothing else may run beside it.",
-    )
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these, not all; see --list")
-    parser.add_argument("--list", action="store_true", help="print which there are, and stop")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument(
-        "--quick",
-        action="store_true",
-        help="see that they work; what comes out goes into a folder of its own",
-    )
-    how.add_argument("--repeats", type=int, metavar="N", help="of each, where it has repeats")
-    how.add_argument(
-        "--from",
-        dest="page",
-        type=Path,
-        nargs="?",
-        const=RESULTS,
-        metavar="FOLDER",
-        help="measure nothing, write the page from this folder's files "
-        "(default: benchmarks/results)",
-    )
-    parser.add_argument(
-        "--into",
-        type=Path,
-        metavar="FOLDER",
-        help="write files and page there, not into benchmarks/",
-    )
-    parser.add_argument(
-        "--rest",
-        action="store_true",
-        help="run the others where something is missing, and write down what is",
-    )
-    return parser.parse_args(argv)  # fmt: skip

@@ -39,7 +39,6 @@ def among(names: Collection[str]) -> Callable[[str], list[str]]:
 
 
 def numbers(text: str) -> list[int]:
-    """Parse ``A,B,C``."""
     return [int(number) for number in text.split(",")]
 
 

@@ -11,13 +11,15 @@ Steps = tuple[tuple[float, int], ...]
 _TAIL = 12
 
 
-def read_trail(path: Path) -> tuple[dict[str, Any], Steps] | None:
-    """Return the first line and the steps; None while there is no first line."""
-    lines = path.read_text().split("\n")[:-1]  # what follows the last newline is torn
-    if not lines:
-        return None
-    steps = tuple((float(when), int(number)) for when, number in map(str.split, lines[1:]))
-    return json.loads(lines[0]), steps
+def read_trails(folder: Path) -> list[tuple[dict[str, Any], Steps]]:
+    """Return the first line and the steps of each trail of a folder that has a first line."""
+    found = []
+    for path in sorted(folder.glob("*.trail")):
+        first, *lines = [*path.read_text().split("\n")[:-1]] or [""]  # the rest is torn
+        if first:
+            steps = tuple((float(when), int(number)) for when, number in map(str.split, lines))
+            found.append((json.loads(first), steps))
+    return found
 
 
 def show_ends(logs: Iterable[Path]) -> None:

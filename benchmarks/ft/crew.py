@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ft.lines import Lines
+from ft.nursery import Lines
 
 PATIENCE_S = 60.0
 _LOOK_S = 0.5
@@ -54,7 +54,6 @@ class Member:
         os.kill(self.pid, number)
 
     def first(self, key: str) -> Any | None:
-        """Return the value of the first event with that key."""
         return next((e[key] for e in self.events if key in e), None)
 
     @property

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ft.crew import Crew, Member, crew
 from ft.libraries import HOST, OURS, PEER, part_of
-from ft.lines import Lines
+from ft.nursery import Lines
 from ft.report import Row, Settings
 
 TIMEOUT = timedelta(seconds=60)

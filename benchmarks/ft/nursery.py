@@ -3,17 +3,16 @@
     python nursery.py LIBRARY SOCKET MODULE
 
 The module (such as `ft.worker`) says which: `preload` imports what they need, `TASKS` has them by
-name.
-
-So a worker begins after its imports, which cost seconds and are the same for both libraries, and
-has them frozen for both, as our worker entry does: else a look for garbage among them takes 0.1 s
-at moments that nobody chooses. It
-connects to the driver's socket itself: who it is, its events, and the end of its connection when
-it dies.
+name. So a worker begins after its imports, which cost seconds and are the same for both libraries,
+and has them frozen for both, as our worker entry does: else a look for garbage among them takes
+0.1 s at moments that nobody chooses. It connects to the driver's socket itself, over which JSON
+lines tell who it is, and its events; the connection ends when it dies.
 """
 
+import contextlib
 import gc
 import importlib
+import json
 import os
 import signal
 import socket
@@ -22,9 +21,48 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ft.lines import Lines
+class Lines:
+    """One end; `receive` blocks, `arrived` does not."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._pending = b""
+
+    def send(self, message: Any) -> None:
+        """Send one message; a driver or worker that is gone hears nothing."""
+        with contextlib.suppress(OSError):
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> Any | None:
+        """Return the next message; None: the other end is gone."""
+        while b"\n" not in self._pending:
+            if not self._read():
+                return None
+        return self._next()
+
+    def arrived(self) -> tuple[list[Any], bool]:
+        """Return what has come, after one read, and whether the other end lives."""
+        lives = self._read()
+        messages = []
+        while b"\n" in self._pending:
+            messages.append(self._next())
+        return messages, lives
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def _read(self) -> bool:
+        try:
+            data = self.connection.recv(1 << 20)
+        except OSError:
+            return False
+        self._pending += data
+        return bool(data)
+
+    def _next(self) -> Any:
+        line, _, self._pending = self._pending.partition(b"\n")
+        return json.loads(line)
 
 
 def main() -> None:
@@ -68,4 +106,5 @@ def connect(path: str) -> Lines:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     main()

@@ -12,11 +12,12 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from evidence.machine import MOST_STOLEN, Steal
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ft.crew import Crew, Member, crew
 from ft.libraries import HOST, OURS, free_port, lighthouse
-from ft.report import MOST_STOLEN, Row, Settings, Steal
+from ft.report import Row, Settings
 
 SIZES = {"1 KB": 1 << 10, "10 MB": 10 << 20, "100 MB": 100 << 20}
 STEPS = {"1 KB": 50, "10 MB": 5, "100 MB": 2}
@@ -28,7 +29,6 @@ MAX_CHECK_PERCENT = 0.1
 
 
 def measure(settings: Settings) -> Iterator[Row]:
-    """Let blocks of plain and managed steps take turns, ours and the peer's."""
     sizes = list(SIZES) if not settings.quick else ["1 KB"]
     for world_size in settings.worlds:
         yield from overhead(settings, "a overhead", world_size, sizes, of_peer=1 / 3)
@@ -38,7 +38,6 @@ def overhead(
     settings: Settings, part: str, replicas: int, sizes: Sequence[str], ranks: int = 1, *,
     of_peer: float,
 ) -> Iterator[Row]:  # fmt: skip
-    """Measure replica groups of this number of ranks; ours may take a share of the peer's."""
     with contextlib.ExitStack() as stack:
         people = stack.enter_context(crew())
         groups = {

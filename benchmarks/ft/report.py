@@ -5,14 +5,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import psutil
 from evidence.result import Cell, Column, Figure, Table, Target, figure
 
 from ft.libraries import OURS, PEER
 
 SPEC = ".3g"
-MOST_STOLEN = 0.05
-"""If the host took more of the cores than that, the measurement does not say much."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,6 @@ def cell(samples: Sequence[float]) -> Cell:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Return the rows as a table, with their ratios and how many samples of ours there are."""
     names = ("part", "what", "unit", "ours", "torchft", "ours / torchft", "repeats")
     return Table("", tuple(Column(name, SPEC) for name in names), tuple(map(_cells, rows)))
 
@@ -101,17 +97,3 @@ def _cells(row: Row) -> tuple[Cell, ...]:
         row.part, what, row.unit, cell(row.ours), cell(row.peer), ratio,
         str(len(row.ours) or len(row.peer)),
     )  # fmt: skip
-
-
-class Steal:
-    """How much of the cores the host takes away."""
-
-    def __init__(self) -> None:
-        self._last = psutil.cpu_times()
-
-    def share(self) -> float:
-        """Return the share that was taken since the last call."""
-        before, self._last = self._last, psutil.cpu_times()
-        passed = sum(self._last) - sum(before)
-        stolen: float = self._last.steal - before.steal
-        return stolen / max(passed, 1e-3)

@@ -23,7 +23,6 @@ def measure(settings: Settings) -> Iterator[Row]:
 def restarted(
     settings: Settings, part: str, world_size: int, sizes: Sequence[str], ranks: int = 1
 ) -> Iterator[Row]:
-    """Measure replica groups of this number of ranks."""
     for size in sizes:
         num_bytes = SIZES[size]
         first: dict[str, list[float]] = {}

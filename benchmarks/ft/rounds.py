@@ -18,7 +18,7 @@ from typing import Any
 
 from ft.crew import crew
 from ft.libraries import OURS, PEER, lighthouse, part_of
-from ft.lines import Lines
+from ft.nursery import Lines
 from ft.report import Row, Settings
 
 MEMBERS = (16, 64, 256)
@@ -29,7 +29,6 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def measure(settings: Settings) -> Iterator[Row]:
-    """Have all members ask at once, round after round."""
     counts = MEMBERS if not settings.quick else MEMBERS[:2]
     found: dict[tuple[str, int], list[float]] = {}
     for _ in range(settings.repeats):
@@ -52,7 +51,6 @@ def measure(settings: Settings) -> Iterator[Row]:
 
 
 def _of_groups(settings: Settings, count: int) -> Iterator[Row]:
-    """Measure groups of eight ranks, over sockets and simulated."""
     found: dict[str, list[float]] = {OURS: [], PEER: []}
     simulated = []
     for _ in range(settings.repeats):

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ft.libraries import HOST, part_of
-from ft.lines import Lines
+from ft.nursery import Lines
 from ft.worker import make_manager
 
 TIMEOUT = timedelta(seconds=20)
@@ -55,7 +55,6 @@ def make_blocks() -> nn.Sequential:
 
 
 def shard(model: nn.Sequential, **options: Any) -> nn.Module:
-    """Shard each block, and the whole, over all ranks."""
     for block in model:
         fully_shard(block, **options)
     return fully_shard(model, **options)
@@ -108,7 +107,6 @@ class Trainer:
         )  # fmt: skip
 
     def train(self) -> None:
-        """Make steps, and send the outcome of each."""
         wrapper = part_of(self._library, "optim").OptimizerWrapper
         optimizer = wrapper(self.manager, self.optimizer)
         while True:

@@ -31,7 +31,6 @@ class Training:
     task: str = "train"
 
     def start(self, count: int, patience_s: float = 60.0) -> None:
-        """Start replicas, and wait until all make steps together."""
         for replica in [self.prepare() for _ in range(count)]:
             self.let(replica)
             self.replicas += replica

@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from ft.healing import heal
 from ft.libraries import HOST, part_of
-from ft.lines import Lines
+from ft.nursery import Lines
 from ft.rounds import clients
 
 TIMEOUT = timedelta(seconds=60)
@@ -37,7 +37,6 @@ def make_manager(
     library: str, lighthouse: str, store: Any, load: Callable[[dict[str, Any]], object],
     save: Callable[[], dict[str, Any]], pg: Any = None, **options: Any,
 ) -> Any:  # fmt: skip
-    """Return a library's Manager for one replica or more."""
     return part_of(library, "manager").Manager(
         pg=part_of(library, "process_group").ProcessGroupGloo() if pg is None else pg,
         load_state_dict=load, state_dict=save, min_replica_size=1, store_addr=HOST,

@@ -97,7 +97,6 @@ class Player:
         return done.stdout
 
     def launch(self, argv: Sequence[str]) -> None:
-        """Start a launcher on the login node that waits for its jobs."""
         with (self.folder / "launcher.log").open("w") as log:
             argv = self.sandbox.on_login([*argv])
             process = subprocess.Popen(argv, cwd=self.folder, env=self.env, stdout=log, stderr=log)

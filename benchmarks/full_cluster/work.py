@@ -54,7 +54,6 @@ class Training:
 
 
 def train_fixed(folder: Path, rank: int, world: int) -> None:
-    """Train with as many workers as there are, and save each step."""
     training = Training(folder, rank, world)
     while not training.is_complete:
         training.make_step()

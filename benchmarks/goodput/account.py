@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evidence.trails import Steps, read_trail
+from evidence.trails import Steps, read_trails
 
 from goodput.trace import NUM_NODES, Held, Sample
 
@@ -53,14 +53,8 @@ class Account:
 
 
 def read_groups(folder: Path) -> list[Group]:
-    """Return all groups that have left a trail, in order of time."""
-    groups = [_read(path) for path in folder.glob("*.trail")]
-    return sorted((g for g in groups if g is not None), key=lambda g: g.joined)
-
-
-def _read(path: Path) -> Group | None:
-    found = read_trail(path)
-    return None if found is None else Group(**found[0], steps=found[1])
+    groups = [Group(**first, steps=steps) for first, steps in read_trails(folder)]
+    return sorted(groups, key=lambda g: g.joined)
 
 
 def reached(groups: Iterable[Group], at: float) -> int:

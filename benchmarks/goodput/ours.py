@@ -42,7 +42,6 @@ def train(folder: str, shared: str) -> None:
 
 
 def submit(folder: str, shared: str, settings: str) -> None:
-    """Submit `train` as a run of one to four nodes, and return."""
     from hpc_elastic import launch
 
     launch(

@@ -126,8 +126,6 @@ def _quantile(quantiles: tuple[tuple[float, float], ...], normal: Seconds) -> Se
 
 @dataclass(frozen=True)
 class Figures:
-    """A log in a few figures."""
-
     median_min: float
     mean_min: float
     p90_min: float

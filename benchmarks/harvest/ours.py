@@ -300,7 +300,6 @@ class ElasticRun:
             self._leave(node, "it cannot wait")
 
     def _leave(self, node: Node, why: str) -> None:
-        """The node leaves the run, and its slot."""
         if self._running.get(node.agent.slot) is not node:
             return
         del self._running[node.agent.slot]
@@ -624,5 +623,4 @@ class ElasticRun:
 
 
 def worker_status(**reported: Any) -> WorkerStatus:
-    """Return what a worker has reported; None is the rest."""
     return WorkerStatus(**{**dict.fromkeys(WorkerStatus.__dataclass_fields__), **reported})

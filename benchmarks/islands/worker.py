@@ -67,7 +67,6 @@ def train_island(folder, name, model, inner, outer) -> None:
 
 
 def train_replica(name, model, inner, outer) -> None:
-    """Train through a manager; report each synchronisation that is committed."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     manager = ft.Manager(
         pg=ft.ProcessGroupGloo(),

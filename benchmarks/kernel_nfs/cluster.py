@@ -90,7 +90,6 @@ class Cluster:
         self.options = options
 
     def idle(self) -> list[str]:
-        """Return the nodes that Slurm would use."""
         return [node for node, state in self.sandbox.node_states().items() if state == "idle"]
 
     def command(self, *argv: str) -> Any:

@@ -19,7 +19,6 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 def run(argv: list[str], env: dict[str, str], cwd: str, timeout_s: float) -> dict[str, Any]:
-    """Run a command to its end; return its exit code, and what it wrote."""
     try:
         done = subprocess.run(
             argv, env=os.environ | env, cwd=cwd, timeout=timeout_s, stdin=subprocess.DEVNULL,

@@ -143,7 +143,6 @@ class Machine:
         return self._wait(number, timeout_s, f"{module}.{function}")
 
     def run(self, argv: Sequence[str] | str, *, check: bool = True, timeout_s: float = 60.0) -> str:
-        """Run a command on it, and return its output."""
         words = shlex.split(argv) if isinstance(argv, str) else list(argv)
         done = self.call("guest", "run", words, {}, "/", timeout_s, timeout_s=timeout_s + 30)
         if check and done["code"]:
@@ -221,7 +220,6 @@ EXPORT = "/run/export"
 
 
 def server(layout: Layout, disk: Path) -> Machine:
-    """Boot the file server: the kernel's own, on an ext4 that is the file `disk`."""
     if not disk.exists():
         with disk.open("wb") as file:
             file.truncate(8 << 30)

@@ -208,7 +208,6 @@ def _end(run: Run, report: Report) -> None:
 
 
 def keep(run: Run) -> None:
-    """Copy the run's files from the server to this machine."""
     target = run.cluster.layout.directory / "kept"
     run.cluster.server.run(["mkdir", "-p", str(target)])
     run.cluster.server.run(["cp", "-r", run.stored, str(target)], timeout_s=120)

@@ -39,8 +39,6 @@ class Plan:
 
 @dataclass(frozen=True)
 class Round:
-    """A group: its number, when it formed, and the attempt of each of its slots."""
-
     number: int
     time: float
     members: dict[int, int]

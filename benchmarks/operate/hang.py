@@ -67,7 +67,6 @@ def measure(repeats: int) -> Table:
 
 
 def documented() -> str:
-    """Return after how long torch gives a collective up by default."""
     from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
     nccl = default_pg_nccl_timeout

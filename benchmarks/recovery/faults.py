@@ -26,8 +26,6 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Stage:
-    """A training that is under way on a sandbox."""
-
     sandbox: SlurmSandbox
     peer: Peer
     folder: Path

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evidence.trails import Steps, read_trail
+from evidence.trails import Steps, read_trails
 
 from hpc_elastic.run.events import read_events
 
@@ -72,13 +72,7 @@ class Recovery:
 
 
 def read_workers(folder: Path) -> list[Worker]:
-    """Return all workers that have joined a group so far."""
-    return [w for path in sorted(folder.glob("*.trail")) for w in _read_worker(path)]
-
-
-def _read_worker(path: Path) -> list[Worker]:
-    found = read_trail(path)
-    return [] if found is None else [Worker(**found[0], steps=found[1])]
+    return [Worker(**first, steps=steps) for first, steps in read_trails(folder)]
 
 
 def run_events(run: Path) -> list[dict[str, Any]]:
@@ -100,7 +94,6 @@ def read_notices(run: Path) -> list[Notice]:
 
 
 def group_of(workers: Iterable[Worker], size: int) -> list[Worker]:
-    """Return the newest workers of a group of that size, in rank order."""
     newest = {w.rank: w for w in sorted(workers, key=lambda w: w.joined) if w.world_size == size}
     return [newest[rank] for rank in sorted(newest)]
 

@@ -84,8 +84,7 @@ def hpc_elastic(folder: Path, node: str) -> Candidate:
 def submitits_checkpoint(folder: Path, node: str) -> Candidate:
     """Start a job of submitit's, which calls checkpoint() and requeues itself.
 
-    By default it would not at a preemption: that sends SIGTERM, and submitit waits for USR2. It is
-    told so by its own variable, which is its best setting.
+    By default it would not at a preemption: that sends SIGTERM, and submitit waits for USR2.
     """
     begun = folder / "submitit.begun"
     executor = SlurmExecutor(folder / "submitit")

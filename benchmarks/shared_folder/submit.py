@@ -27,7 +27,6 @@ def begin_file(folder: Path, kind: str) -> TextIO:
 
 
 def tell(folder: Path, *, saves: int = 0, finish: bool = False) -> None:
-    """Tell a training how many saves are asked for, and whether to finish."""
     fresh = folder / f"{TOLD}.new"
     fresh.write_text(json.dumps({"saves": saves, "finish": finish}))
     fresh.replace(folder / TOLD)

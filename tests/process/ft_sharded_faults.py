@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from ft.libraries import part_of
-from ft.lines import Lines
+from ft.nursery import Lines
 from ft.sharded_worker import FORWARD_S, MODELS, TIMEOUT, Trainer, make_blocks, preload, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

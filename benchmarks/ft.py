@@ -9,7 +9,6 @@ root, and k are measured only if they are asked for. Each cell is a median, with
 number of samples.
 """
 
-import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -84,18 +83,6 @@ ABOUT = About(
 )
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
-    libraries = [library for library in (OURS, PEER) if args.only in (None, library)]
-    if PEER in libraries and not is_installed(PEER):
-        raise SystemExit(
-            "torchft is not installed: pip install 'hpc_elastic[bench]', or --only ours"
-        )
-    worlds, repeats = args.worlds, args.repeats
-    if args.quick:
-        worlds, repeats = worlds[:1], 1
-    return Settings(tuple(worlds), repeats, args.quick, tuple(libraries))
-
-
 def main() -> None:
     parser = options(__doc__, repeats=5)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(USUAL_PARTS))
@@ -104,7 +91,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="see only that the parts work")
     parser.add_argument("--samples", type=Path, metavar="FILE", help="write all samples there")
     given = parser.parse_args()
-    settings, console, steal = settings_of(given), Console(), Steal()
+    libraries = [library for library in (OURS, PEER) if given.only in (None, library)]
+    if PEER in libraries and not is_installed(PEER):
+        raise SystemExit(
+            "torchft is not installed: pip install 'hpc_elastic[bench]', or --only ours"
+        )
+    worlds, repeats = given.worlds, given.repeats
+    if given.quick:
+        worlds, repeats = worlds[:1], 1
+    settings = Settings(tuple(worlds), repeats, given.quick, tuple(libraries))
+    console, steal = Console(), Steal()
     rows: list[Row] = []
     for part in given.parts:
         for row in PARTS[part](settings):

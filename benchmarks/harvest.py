@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from evidence.result import About, Cell, Column, Figure, Peer, Result, Table, Target, figure
 from evidence.show import among, numbers, options, present
@@ -317,16 +317,6 @@ def log_table(used: holes.Holes) -> Table:
     return Table("the holes", columns, tuple(rows))
 
 
-def draw(log: Log, hour: float, nodes: int, hours: float, path: Path) -> None:
-    slots = log.slots(hour, nodes, "qos", 3600 * hours)
-    account = ElasticRun(slots, rules(nodes), Costs(), Script(), seed=1).run(3600 * hours)
-    ahead = log.read().from_hour(hour, 3600 * hours)
-    path.write_text(picture.draw(ahead, account, nodes, hours))
-
-
-T = TypeVar("T")
-
-
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--holes", type=Path, help="log of a real machine; default: a made one")
@@ -346,7 +336,7 @@ def main() -> None:
     tables, targets = [log_table(log.read())], []
     with ProcessPoolExecutor(given.processes) as pool:
 
-        def of_all(what: Callable[[float], T], share_of_hours: float = 1.0) -> list[T]:
+        def of_all(what: Callable[[float], Any], share_of_hours: float = 1.0) -> list[Any]:
             num = max(1, round(share_of_hours * len(hours)))
             return list(pool.map(what, hours[:num]))
 
@@ -364,7 +354,10 @@ def main() -> None:
         if "growth" in given.parts:
             tables.append(plain_table(GROWTH_OF, of_all(partial(growth, log, 64, window_s), 0.25)))
     if given.picture:
-        draw(log, hours[0], 64, WORK_H, given.picture)
+        slots, ahead = log.slots(hours[0], 64, "qos", 3600 * WORK_H), log.read()
+        account = ElasticRun(slots, rules(64), Costs(), Script(), seed=1).run(3600 * WORK_H)
+        shown = ahead.from_hour(hours[0], 3600 * WORK_H)
+        given.picture.write_text(picture.draw(shown, account, 64, WORK_H))
     notes = (
         f"{given.starts} random hours, {given.hours:g} h from each for shares; half of them for "
         "the hours until a training is done, a quarter for the last two tables. The log begins "

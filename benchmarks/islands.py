@@ -78,12 +78,8 @@ def measure(mode: str, faulty: bool, seconds: float, every_s: float, seed: int) 
             if lighthouse is not None:
                 lighthouse.shutdown()
     if mode == "synchronous":
-        steps = sum(
-            line.get("committed", 0.0)
-            for _, found in lines
-            for line in found
-            if begun < line["at"] <= ended
-        )
+        within = [line for _, found in lines for line in found if begun < line["at"] <= ended]
+        steps = sum(line.get("committed", 0.0) for line in within)
         return Outcome(steps / (ended - begun), faults)
     ends = [found[-1] for _, found in lines if "seconds" in (found or [{}])[-1]]
     total = sum(line["seconds"] for line in ends)
@@ -122,36 +118,28 @@ def result(measured: Sequence[tuple[str, bool, Outcome]], repeats: int) -> Resul
             continue
         goodputs = [o.goodput for o in found]
         medians[mode, faulty] = statistics.median(goodputs)
-        rows.append(
-            (
-                f"{mode}, {'with' if faulty else 'no'} faults",
-                figure([o.faults for o in found]) if faulty else "",
-                figure(goodputs),
-                figure([100 * g / ideal for g in goodputs]),
-                figure([100 * o.held_up for o in found if o.held_up is not None]),
-                figure([100 * o.beside for o in found if o.beside is not None]),
-            )
+        shares = [[getattr(o, name) for o in found] for name in ("held_up", "beside")]
+        cells = (
+            figure([o.faults for o in found]) if faulty else "",
+            figure(goodputs),
+            figure([100 * g / ideal for g in goodputs]),
+            *(figure([100 * s for s in each if s is not None]) for each in shares),
         )
+        rows.append((f"{mode}, {'with' if faulty else 'no'} faults", *cells))
     targets = []
     base = medians.get(("synchronous", False))
     if base and ("islands", True) in medians:
         share = 100 * medians["islands", True] / base
-        targets.append(
-            Target(
-                "islands with faults, of the synchronous goodput without faults", 90.0, share,
-                "%", more_is_better=True,
-            )
-        )  # fmt: skip
+        what = "islands with faults, of the synchronous goodput without faults"
+        targets.append(Target(what, 90.0, share, "%", more_is_better=True))
     held = [100 * o.held_up for _, f, o in measured if f and o.held_up is not None]
     if held:
-        targets.append(
-            Target("time for which files hold up steps", 10.0, statistics.median(held), "%")
-        )
+        what = "time for which files hold up steps"
+        targets.append(Target(what, 10.0, statistics.median(held), "%"))
     return Result(
         about=ABOUT,
         tables=(Table("four islands or replicas", columns, tuple(rows)),),
         targets=tuple(targets),
-        peers=(),
         repeats=repeats,
     )
 

@@ -25,12 +25,11 @@ The launcher runs on the login node (`SlurmSandbox.on_login`), as do `hpc-elasti
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -84,9 +83,12 @@ def measure(given: argparse.Namespace, measured: Measured) -> None:
     pair = [part for part in given.parts if part not in ("operations", "goodput")]
     with scratch() as folder:
         if pair:
-            with places(given.sandbox, folder) as both:
+            with (
+                place_of(LOCAL, f"{given.sandbox}_local", folder / "local") as local,
+                place_of(NFS, f"{given.sandbox}_nfs", folder / "nfs") as nfs,
+            ):
                 for part in pair:
-                    measure_part(part, both, given, measured)
+                    measure_part(part, [local, nfs], given, measured)
         if "operations" in given.parts:
             for agents in given.agents:
                 name, inside = f"{given.sandbox}_n{agents}", folder / f"operations-{agents}"
@@ -96,15 +98,6 @@ def measure(given: argparse.Namespace, measured: Measured) -> None:
         for place in (LOCAL, NFS):
             measured.goodput[place] = goodput(place, given)
             say(f"goodput, {place}: {measured.goodput[place]:.1f} %")
-
-
-@contextlib.contextmanager
-def places(sandbox: str, folder: Path) -> Iterator[list[Place]]:
-    with (
-        place_of(LOCAL, f"{sandbox}_local", folder / "local") as local,
-        place_of(NFS, f"{sandbox}_nfs", folder / "nfs") as nfs,
-    ):
-        yield [local, nfs]
 
 
 def measure_part(

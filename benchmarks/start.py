@@ -114,7 +114,8 @@ def main() -> None:
         "torchrun c10d, last_call_timeout=1": lambda f: torchrun(f, "last_call_timeout=1"),
     }
     with sandbox_of(SandboxConfig(name="start", nodes=4), enter=True):
-        keep_busy(2)
+        busy = ["-N2", "--exclusive", "-o", "/dev/null", "--chdir=/", "--wrap", "sleep 3600"]
+        subprocess.run(["sbatch", *busy], check=True, stdout=subprocess.DEVNULL)
         taken = {name: measure(make, given.repeats) for name, make in candidates.items()}
     rows = tuple((name, figure(seconds)) for name, seconds in taken.items())
     median = statistics.median(taken[OURS])
@@ -126,11 +127,6 @@ def main() -> None:
         repeats=given.repeats,
     )
     present(result, given)
-
-
-def keep_busy(num_nodes: int) -> None:
-    sleep = ["--exclusive", "-o", "/dev/null", "--chdir=/", "--wrap", "sleep 3600"]
-    subprocess.run(["sbatch", f"-N{num_nodes}", *sleep], check=True, stdout=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

@@ -59,15 +59,11 @@ Times = dict[str, list[float]]
 """Seconds of a step in each block, by way."""
 
 
-def network(width: int, hidden: int) -> nn.Module:
-    layers = [nn.Linear(width, hidden), nn.ReLU(), nn.Dropout(0.1), nn.Linear(hidden, hidden)]
-    return nn.Sequential(*layers, nn.ReLU(), nn.Linear(hidden, width))
-
-
 def block_of(way: str, width: int, hidden: int) -> Callable[[int], float]:
     """Return a function that makes a number of steps in one way, and returns the seconds of one."""
     torch.manual_seed(0)
-    net = network(width, hidden)
+    layers = [nn.Linear(width, hidden), nn.ReLU(), nn.Dropout(0.1), nn.Linear(hidden, hidden)]
+    net = nn.Sequential(*layers, nn.ReLU(), nn.Linear(hidden, width))
     optimizer = torch.optim.SGD(net.parameters(), 1e-3)
     small = GLOBAL_BATCH // VIRTUAL_RANKS
     sampler = ElasticSampler(

@@ -54,16 +54,13 @@ def measure(settings: Settings) -> Iterator[Row]:
         if library == OURS:
             limit = None if transport == "pg" else LEAST_GB_S
             peer = rates["torchft http" if transport == "http" else "torchft pg"]
-            yield _row(f"{size}, {name}", rates[name], peer, limit=limit)
+            what, ours = f"{size}, {name}", rates[name]
+            yield Row("e heal", what, "GB/s", ours, peer, limit, more_is_better=True)
     for name in ("http", "http in place"):
         one, two = (rates[f"{name}, {sources}"] for sources in ("one source", "two sources"))
         gains = [both / single for both, single in zip(two, one, strict=True)]
         what = f"{size}, {name}: two sources by one"
         yield Row("e heal", what, "", gains, limit=1.0, more_is_better=True)
-
-
-def _row(what: str, ours: list[float], peer: list[float], limit: float | None = None) -> Row:
-    return Row("e heal", what, "GB/s", ours, peer, limit=limit, more_is_better=True)
 
 
 def _heal(people: Crew, library: str, transport: str, num_sources: int, num_bytes: int) -> float:

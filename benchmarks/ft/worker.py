@@ -138,17 +138,12 @@ def _train(driver: Lines, make: Callable[[], Replica | LargeReplica]) -> None:
     driver.receive()
     replica = make()
     stop = threading.Event()
-    threading.Thread(target=_stop_when_told, args=(driver, stop), daemon=True).start()
+    threading.Thread(target=lambda: (driver.receive(), stop.set()), daemon=True).start()
     while not stop.is_set():
         begun = time.monotonic()
         committed, participants = replica.step()
         ended = time.monotonic()
         driver.send([begun, ended, committed, participants, replica.manager.current_step()])
-
-
-def _stop_when_told(driver: Lines, stop: threading.Event) -> None:
-    driver.receive()
-    stop.set()
 
 
 def blocks(

@@ -140,7 +140,9 @@ class Player:
             if state not in ("RUNNING", "COMPLETING"):
                 continue
             if start.isdecimal() and (job not in self._started or name != _OTHER):
-                self._note_start(job, name, float(start) - self._begin)
+                self._started[job] = started_s = float(start) - self._begin
+                if name != _OTHER and started_s not in self.seen.starts:
+                    self.seen.starts.append(started_s)
             holders |= dict.fromkeys(expand(nodes), _OTHER if name == _OTHER else "training")
         now = self.now_s
         others = sum(holder == _OTHER for holder in holders.values())
@@ -150,11 +152,6 @@ class Player:
             holder = holders.get(str(node), "")
             if changes[-1][1] != holder:
                 changes.append((now, holder))
-
-    def _note_start(self, job: str, name: str, started_s: float) -> None:
-        self._started[job] = started_s
-        if name != _OTHER and started_s not in self.seen.starts:
-            self.seen.starts.append(started_s)
 
     def _forecast(self) -> None:
         """Ask what `hpc-elastic status` expects, now and then, if this is a run of ours."""

@@ -11,10 +11,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from evidence.torchrun import UNSHARED
@@ -78,7 +77,7 @@ class Submitit:
                 assert store.stdout is not None
                 port = int(store.stdout.readline())
                 how = [f"{host}:{port}", str(self.num_jobs), str(int(self.no_hold))]
-                _python(sandbox, folder, HERE / "supervised.py", *how, variables=_VARIABLES)
+                _python(sandbox, folder, HERE / "supervised.py", *how, **_VARIABLES)
                 yield
             finally:
                 store.kill()
@@ -94,9 +93,8 @@ Peer = Ours | Submitit
 
 
 def _python(
-    sandbox: SlurmSandbox, folder: Path, script: Path, *arguments: str,
-    variables: Mapping[str, str] = MappingProxyType({}),
-) -> None:  # fmt: skip
+    sandbox: SlurmSandbox, folder: Path, script: Path, *arguments: str, **variables: str
+) -> None:
     """Run a script that submits something and leaves what it has to say in the folder."""
     env = {**os.environ, **sandbox.env, "PYTHONPATH": str(HERE.parent), **variables}
     argv = [sys.executable, str(script), str(folder), *arguments]

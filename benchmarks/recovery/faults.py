@@ -53,8 +53,13 @@ def kill_leaders_agent(stage: Stage) -> Fault:
     return _kill_agent(stage, stage.leader)
 
 
+def kill_followers_node(stage: Stage) -> Fault:
+    """End every process of a follower's node at once, as a power cut."""
+    return _act(stage.follower, stage.sandbox.kill_node)
+
+
 def kill_leaders_node(stage: Stage) -> Fault:
-    """End every process of the leader's node at once, as a power cut."""
+    """End every process of the leader's node, likewise."""
     return _act(stage.leader, stage.sandbox.kill_node)
 
 
@@ -77,8 +82,9 @@ def cancel_task(stage: Stage) -> Fault:
 def let_join(stage: Stage) -> Fault:
     """Free the fourth node, on which Slurm then starts the task that has been waiting for it."""
     began = stage.folder / f"began-{NEWCOMER}"
+    is_written = lambda: began.exists() and began.read_text().endswith("\n")  # noqa: E731
     stage.sandbox.run(["scancel", jobs(stage.sandbox)[NEWCOMER]])
-    wait_until(f"a task on {NEWCOMER}", lambda: began.exists() and _complete(began), _PATIENCE_S)
+    wait_until(f"a task on {NEWCOMER}", is_written, _PATIENCE_S)
     return Fault(float(began.read_text()), NEWCOMER, grows=True, group_size=3)
 
 
@@ -142,10 +148,6 @@ def _processes(sandbox: SlurmSandbox, node: str, program: str) -> Iterator[psuti
             argv = process.cmdline()
             if argv and Path(argv[0]).name.startswith("python") and program in argv:
                 yield process
-
-
-def _complete(began: Path) -> bool:
-    return began.read_text().endswith("\n")
 
 
 def trained(folder: Path, size: int, train_s: float) -> list[Worker]:

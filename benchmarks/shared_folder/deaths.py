@@ -4,20 +4,20 @@ What is done, and what counts as the next step, is that of `benchmarks/recovery.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from evidence.result import Cell, Column, Table, Target, figure
 from recovery.faults import (
     Stage,
+    kill_followers_node,
     kill_leaders_agent,
     kill_leaders_node,
     let_join,
     occupy_newcomer,
     outcome,
     trained,
-)
+)  # fmt: skip
 from recovery.trail import Fault
 
 from shared_folder.place import LOCAL, NFS, Place, training
@@ -25,13 +25,6 @@ from shared_folder.place import LOCAL, NFS, Place, training
 JOIN = "a node joins"
 PAUSE_MORE_S, FOLLOWER_S, LEADER_S = 1.0, 1.0, 5.0
 EVERY_STEPS = 50
-
-
-def kill_followers_node(stage: Stage) -> Fault:
-    """End every process of a follower's node at once, as a power cut."""
-    at, node = time.time(), stage.follower
-    stage.sandbox.kill_node(node)
-    return Fault(at, node)
 
 
 CASES: dict[str, tuple[Callable[[Stage], Fault], float | None]] = {

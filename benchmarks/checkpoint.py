@@ -190,10 +190,7 @@ def ratios(times: Times) -> Iterator[tuple[str, float, float | None]]:
 
 
 def result(
-    times: Times,
-    compared: list[float],
-    slowed: list[training.Slowdown],
-    args: argparse.Namespace,
+    times: Times, compared: list[float], slowed: list[training.Slowdown], args: argparse.Namespace
 ) -> Result:
     found = list(ratios(times)) if "ours" in args.ways else []
     untold = tuple((what, Figure(value)) for what, value, bound in found if bound is None)

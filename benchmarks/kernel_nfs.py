@@ -4,17 +4,15 @@
     as root: python benchmarks/kernel_nfs.py
     as root: python benchmarks/kernel_nfs.py --mounts vers=3 vers=4.2,nocto --only runs
 
-Every node is a machine with a kernel of its own (user-mode Linux), and has the shared folder by
-that kernel's NFS client; the server is the kernel's nfsd in one more, on ext4. Slurm is real:
-slurmctld of a sandbox, and slurmd in each machine. Their network is namespaces of the sandbox's.
+Slurm is real: slurmctld of a sandbox, and slurmd in each machine, whose network is namespaces of
+the sandbox's. The server's folder is on ext4.
 
 First, on two machines: how long until one of them sees what the other did, by each way of asking;
 whether link(2) is exclusive; two changes of a folder within one tick of the server's clock; and how
 long the delegations of NFS 4 of a dead client hold up the others. Then a run on each kind of mount:
 two nodes train and save, a third joins, a follower's machine is killed and comes back, the leader's
 machine is killed, the run is told to finish, and the login node, an NFS client as well, waits for
-its end. The exit code is 1 if a run does not hold what it has to. A user-mode Linux has one
-processor, on which system calls are slow: no figure tells how fast the product is.
+its end. The exit code is 1 if a run does not hold what it has to.
 
 Debian packages: user-mode-linux kmod nfs-common nfs-kernel-server rpcbind e2fsprogs, and those of
 the Slurm sandbox. It takes about ten minutes for each kind of mount.

@@ -1,13 +1,9 @@
 #!/usr/bin/env python3
 """What does a folder that nodes share as by NFS cost a run, beside a local disk?
 
-Two Slurm sandboxes of four nodes, one worker a node. In one, the runs are in a folder of a local
-disk, which all nodes see at once. In the other each node, and the login node, sees the folder by an
-NFS client of its own with the default options (docs/howto/slurm-sandbox.md). They take turns:
-
     as root: python benchmarks/shared_folder.py --repeats 3
 
-Parts, and about how long each takes (``--parts A,B`` chooses):
+`ABOUT` says what is measured. Parts, and about how long each takes (``--parts A,B`` chooses):
 
 - saves: four ranks save a state of 96 MiB; and the run ends (3 repeats: 4 min);
 - ends: a run that ends, with a small state (3 repeats: 4 min);
@@ -150,14 +146,14 @@ def result(measured: Measured, parts: Sequence[str], repeats: int) -> Result:
     if all(courses.values()):
         tables.append(ends.table(courses))
         targets += ends.targets(courses)
-        notes += ends.told(courses)
+        notes += [f"{place}: {p}" for place in courses for c in courses[place] for p in c.problems]
     if measured.deaths:
         tables.append(deaths.table(measured.deaths))
         targets += deaths.targets(measured.deaths)
     if measured.faults:
         tables.append(faults.table(measured.faults))
         targets += faults.targets(measured.faults)
-        notes += faults.told(measured.faults)
+        notes += [f"{m.place}, {m.case}: {p}" for m in measured.faults for p in m.problems]
     if measured.goodput:
         row = ("goodput, of the undisturbed rate", *map(Figure, measured.goodput.values()))
         columns = (Column(""), *(Column(place, ".1f") for place in measured.goodput))

@@ -96,14 +96,9 @@ def measure(make: Callable[[Path], list[str]], repeats: int) -> list[float]:
             )  # fmt: skip
             taken.append(first_line(out) - begin)
             command.wait(PATIENCE_S)
-            idle()
+            while len(subprocess.check_output(["squeue", "-h"], text=True).splitlines()) > 1:
+                time.sleep(0.1)  # until only the job that keeps two nodes busy is left
     return taken
-
-
-def idle() -> None:
-    """Wait until only the job that keeps two nodes busy is left."""
-    while len(subprocess.check_output(["squeue", "-h"], text=True).splitlines()) > 1:
-        time.sleep(0.1)
 
 
 def main() -> None:

@@ -122,12 +122,7 @@ def contestants(num_runs: int, num_nodes: int) -> list[Contestant]:
     peer = ["hydra/launcher=submitit_slurm", "+hydra.launcher.additional_parameters.hold=true"]
     found = [
         Contestant("bare sbatch --array", bare, num_runs * num_nodes, 1),
-        Contestant(
-            OURS,
-            [*hydra_script, *ours, f"nodes=1:{num_nodes}"],
-            num_runs * num_nodes,
-            1,
-        ),
+        Contestant(OURS, [*hydra_script, *ours, f"nodes=1:{num_nodes}"], num_runs * num_nodes, 1),
     ]
     if importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is not None:
         argv = [*hydra_script, *peer, f"hydra.launcher.nodes={num_nodes}"]

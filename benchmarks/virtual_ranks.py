@@ -29,10 +29,7 @@ VIRTUAL_RANKS, GLOBAL_BATCH = 16, 64
 WORKERS = (1, 2, 4)
 PLAIN, SMALL, VIRTUAL = "DDP", "DDP, small micro-batches", f"virtual_ranks={VIRTUAL_RANKS}"
 LENGTH = 1 << 20
-MODELS = {
-    "MLP of 0.1 MB": (32, 128, 10),
-    "MLP of 10 MB": (512, 1200, 2),
-}
+MODELS = {"MLP of 0.1 MB": (32, 128, 10), "MLP of 10 MB": (512, 1200, 2)}
 """Width of its inputs, of its layers, and the number of steps that are timed together."""
 ABOUT = About(
     title="Virtual ranks",

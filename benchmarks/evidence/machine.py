@@ -15,18 +15,14 @@ PACKAGES = ("torch", "submitit", "hydra-core", "hydra-submitit-launcher", "torch
 
 
 def machine() -> dict[str, str]:
+    cpu = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory_gib = psutil.virtual_memory().total / (1 << 30)
     return {
         "cores": str(len(os.sched_getaffinity(0))),
         "memory": f"{memory_gib:.0f} GiB",
-        "processor": _processor(),
+        "processor": cpu[1] if cpu else platform.machine(),
         "kernel": f"{platform.system()} {platform.release().partition('-')[0]}",
     }
-
-
-def _processor() -> str:
-    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return found[1] if found else platform.machine()
 
 
 def load() -> float:

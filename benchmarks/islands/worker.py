@@ -61,9 +61,7 @@ def train_island(folder, name, model, inner, outer) -> None:
             make_step(model, inner)
             if step % 10 == 0:
                 seconds = time.perf_counter() - begun
-                report(
-                    seconds=seconds, held_up_s=islands.held_up_s, file_s=islands.file_s, steps=step
-                )
+                report(seconds=seconds, held_up_s=islands.held_up_s, file_s=islands.file_s)
 
 
 def train_replica(name, model, inner, outer) -> None:

@@ -70,13 +70,12 @@ def measure(
             asked = [way, paths[way], change.waits_for, limit_s]
             return reader.call(_MODULE, change.wait, *asked, timeout_s=limit_s + 60)
 
-        def act(way: str) -> float:
-            arguments = change.arguments(paths[way])
-            return float(writer.call(_MODULE, "act", change.deed, *arguments))
-
         waits = {way: pool.submit(wait, way) for way in change.ways}
         time.sleep(_SETTLE_S)
-        done = {way: act(way) for way in change.ways}
+        done = {
+            way: writer.call(_MODULE, "act", change.deed, *change.arguments(path))
+            for way, path in paths.items()
+        }
         for way in change.ways:
             seen = waits[way].result()
             yield way, max(0.0, seen["vain"] - apart_s - done[way]) if seen["ended"] else None

@@ -92,14 +92,8 @@ def _context(size: int, folder: Path) -> LeaderContext:
     waits_s = settings.straggler_timeout_s, settings.last_call_s
     rules = RoundRules(size, size, 3, *waits_s, below_min_timeout_s=None)
     log = DecisionLog(run.rdzv, SECRET)
-    return LeaderContext(
-        rules,
-        heartbeat(size),
-        SECRET,
-        log,
-        partial(StatusWriter, run, "scale", events),
-        IdleScheduler(size),
-    )
+    status = partial(StatusWriter, run, "scale", events)
+    return LeaderContext(rules, heartbeat(size), SECRET, log, status, IdleScheduler(size))
 
 
 def _claim(log: DecisionLog, port: int) -> LogEntry:

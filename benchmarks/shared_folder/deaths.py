@@ -73,10 +73,7 @@ def table(measured: Sequence[Measurement]) -> Table:
             group = _of(measured, case, place)
             good = [m for m in group if m.outcome == "recovered"]
             bad = ", ".join(m.outcome for m in group if m not in good)
-            row += [
-                bad or figure([m.step_s for m in good]),
-                figure([m.pause_s for m in good]),
-            ]
+            row += [bad or figure([m.step_s for m in good]), figure([m.pause_s for m in good])]
         rows.append(tuple(row))
     caption = "from the fault to the next training step, and from the last step before it; seconds"
     return Table(caption, tuple(columns), tuple(rows))

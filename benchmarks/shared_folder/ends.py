@@ -1,7 +1,6 @@
 """A save of several ranks, and the end of a run, on a local disk and as by NFS."""
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from evidence.result import Cell, Column, Figure, Table, Target, figure
@@ -96,9 +95,3 @@ def targets(found: dict[str, list[Course]]) -> list[Target]:
     wrong = [problem for courses in found.values() for c in courses for problem in c.problems]
     aims.append(Target(f"{name}: wrong words, failed saves", 0, len(wrong)))
     return aims
-
-
-def told(found: dict[str, list[Course]]) -> Sequence[str]:
-    return [
-        f"{place}: {p}" for place, courses in found.items() for c in courses for p in c.problems
-    ]

@@ -160,7 +160,3 @@ def targets(measured: Sequence[Measurement]) -> list[Target]:
         )
         for case in dict.fromkeys(m.case for m in ours)
     ]
-
-
-def told(measured: Sequence[Measurement]) -> list[str]:
-    return [f"{m.place}, {m.case}: {problem}" for m in measured for problem in m.problems]

@@ -318,7 +318,7 @@ class Recorder:
     def recording(self) -> Iterator[list[Call]]:
         """Yield a list that holds, after the block, the calls in the block."""
         calls: list[Call] = []
-        self._calls, self._again, began = {}, {}, time.time()
+        self._calls, self._again, self._called_at = {}, {}, 0.0
         resolvers = BaseContainer._resolvers
         theirs = {name: each for name, each in resolvers.items() if self._is_recorded(name)}
         ours = {name: self._recorded(name, each) for name, each in theirs.items()}
@@ -329,7 +329,7 @@ class Recorder:
             for name, each in theirs.items():
                 if resolvers.get(name) is ours[name]:
                     resolvers[name] = each
-        self._classify(began)
+        self._classify()
         calls += [
             Call(name, args, result, self._depends.get(name, False))
             for (name, args), result in self._calls.items()
@@ -357,7 +357,7 @@ class Recorder:
             except TypeError:
                 return result
             if name not in self._depends and name != _ENV:
-                before = self._calls[key]
+                before, self._called_at = self._calls[key], time.time()
                 self._again[name] = lambda: (
                     _to_json(theirs(config, parent, node, args, texts)) != before
                 )
@@ -365,12 +365,11 @@ class Recorder:
 
         return resolver
 
-    def _classify(self, began: float) -> None:
-        """Call each new resolver a second time, in another second."""
+    def _classify(self) -> None:
+        """Call each new resolver a second time, in another second than the last of their calls."""
         again, self._again = self._again, {}
-        if not again:
-            return
-        time.sleep(max(0.0, int(began) + 1 - time.time()))
+        while again and int(now := time.time()) == int(self._called_at):
+            time.sleep(int(now) + 1 - now)
         for name, differs in again.items():
             try:
                 self._depends[name] = bool(differs())

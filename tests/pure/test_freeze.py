@@ -7,6 +7,7 @@ import json
 import stat
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from hydra.core.utils import setup_globals
 from hydra.types import RunMode
 from omegaconf import OmegaConf, base, open_dict
 
+from hpc_elastic.config import frozen
 from hpc_elastic.config.frozen import FROZEN_FILE, Frozen, decode
 from hpc_elastic.config.schema import NodeRange
 from hpc_elastic.errors import ConfigError
@@ -103,6 +105,24 @@ def test_what_depends_on_the_moment_is_recorded(sweep, monkeypatch):
     assert calls["oc.env", "OF_THE_SUBMITTER"] == ("x", False)
     assert not {"t_object", "t_parent"} & {call[0] for call in calls}
     assert ("oc.env", "OF_NOBODY", "x") not in calls
+
+
+def test_a_resolver_that_is_called_late_is_called_again_in_another_second(sweep, monkeypatch):
+    """The config is read until the next second has begun."""
+    loader, master = sweep
+    clock = SimpleNamespace(now=100.9)
+
+    def sleep(s):
+        clock.now += s
+
+    def second():
+        clock.now = max(clock.now, 101.2)
+        return int(clock.now)
+
+    monkeypatch.setattr(frozen, "time", SimpleNamespace(time=lambda: clock.now, sleep=sleep))
+    OmegaConf.register_new_resolver("t_late", second, replace=True)
+    config = loader.load_sweep_config(master, ["name='${t_late:}'"])
+    assert calls_of(freeze_job(config, 0, ENTRY))["t_late",] == (101, True)
 
 
 def test_a_job_after_the_first_has_the_calls_of_shared_sections(sweep):

@@ -1,12 +1,12 @@
 """The quorum under random schedules in virtual time, and the simulator under planted bugs."""
 
 import os
-import re
 from functools import partial
 
 import pytest
 
-from simulation import find, format_trace, run_in_parallel
+from planted import require_deterministic, require_found, require_replayed
+from simulation import find, run_in_parallel
 from simulation.ft import LASTING_MUTANTS, MUTANTS, LastingSimulator, Simulator
 
 SCHEDULES = 2_000 if os.environ.get("HPC_ELASTIC_LONG") else 800
@@ -53,9 +53,8 @@ def test_schedules_contain_what_is_to_be_tested(total):
 def test_planted_bug_is_found(name):
     """Each planted bug breaks the invariant that it should, within a few schedules."""
     components, complaint = MUTANTS[name]
-    failure = find(partial(Simulator, components=components), RARE.get(name, 0), MUTANT_SCHEDULES)
-    assert failure is not None, f"{name} went unnoticed"
-    assert re.search(complaint, failure.splitlines()[0]), failure
+    make = partial(Simulator, components=components)
+    require_found(make, complaint, RARE.get(name, 0), MUTANT_SCHEDULES)
 
 
 def test_what_lasts_for_minutes_ends_no_sound_worker():
@@ -75,9 +74,7 @@ def test_many_schedules_of_what_lasts_for_minutes():
 def test_planted_bug_that_only_minutes_show_is_found(name):
     """Each within a few schedules."""
     components, complaint = LASTING_MUTANTS[name]
-    failure = find(partial(LastingSimulator, components=components), 0, 20)
-    assert failure is not None, f"{name} went unnoticed"
-    assert re.search(complaint, failure.splitlines()[0]), failure
+    require_found(partial(LastingSimulator, components=components), complaint, 0, 20)
 
 
 @pytest.mark.parametrize("seed", [19211, 78718, 115028])
@@ -88,19 +85,10 @@ def test_a_schedule_that_once_failed_holds(seed):
 
 def test_failure_can_be_replayed():
     """A failure names its seed, and that seed fails again in the same way."""
-    components, _ = MUTANTS["grants a leave at once"]
-    first = find(partial(Simulator, components=components), 0, MUTANT_SCHEDULES)
-    assert first is not None
-    seed = int(re.match(r"seed (\d+):", first)[1])
-    assert find(partial(Simulator, components=components), seed, 1) == first
+    components, complaint = MUTANTS["grants a leave at once"]
+    require_replayed(partial(Simulator, components=components), complaint, 0, MUTANT_SCHEDULES)
 
 
 def test_schedule_is_deterministic():
     """The same seed gives the same events at the same times."""
-    traces = []
-    for _ in range(2):
-        sim = Simulator(7, whole_trace=True)
-        sim.run()
-        traces.append(format_trace(sim))
-    assert traces[0] == traces[1]
-    assert traces[0]
+    require_deterministic(Simulator)

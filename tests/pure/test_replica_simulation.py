@@ -1,11 +1,11 @@
 """Runs of replicas under random schedules in virtual time, and the simulator under planted bugs."""
 
 import os
-import re
 from functools import partial
 
 import pytest
 
+from planted import require_found
 from simulation import find, run_many
 from simulation.replicas import (
     REPLICA_MUTANTS,
@@ -74,6 +74,4 @@ def test_a_schedule_of_replicas_that_once_failed_holds(seed):
 def test_planted_bug_of_replicas_is_found(simulator, mutants, name):
     """Each planted bug breaks the invariant that it should, within a few schedules."""
     components, complaint = mutants[name]
-    failure = find(partial(simulator, components=components), 0, MUTANT_SCHEDULES)
-    assert failure is not None, f"{name} went unnoticed"
-    assert re.search(complaint, failure.splitlines()[0]), failure
+    require_found(partial(simulator, components=components), complaint, 0, MUTANT_SCHEDULES)

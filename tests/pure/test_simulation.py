@@ -1,7 +1,6 @@
 """The rendezvous under random schedules in virtual time, and the simulator under planted bugs."""
 
 import os
-import re
 import subprocess
 import sys
 from functools import partial
@@ -9,13 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from simulation import (
-    MUTANTS,
-    Simulator,
-    find,
-    format_trace,
-    run_in_parallel,
-)
+from planted import require_deterministic, require_found, require_replayed
+from simulation import MUTANTS, Simulator, run_in_parallel
 
 SCHEDULES = 20_000 if os.environ.get("HPC_ELASTIC_LONG") else 2_000
 MUTANT_SCHEDULES = 2_000
@@ -61,32 +55,20 @@ def test_schedules_contain_what_is_to_be_tested(total):
 def test_planted_bug_is_found(name):
     """Each planted bug breaks the invariant that it should, within a few schedules."""
     components, complaint = MUTANTS[name]
-    first = FIRST.get(name, 0)
-    failure = find(partial(Simulator, components=components), first, MUTANT_SCHEDULES)
-    assert failure is not None, f"{name} went unnoticed"
-    assert re.search(complaint, failure.splitlines()[0]), failure
+    make = partial(Simulator, components=components)
+    require_found(make, complaint, FIRST.get(name, 0), MUTANT_SCHEDULES)
 
 
 def test_failure_can_be_replayed():
     """A failure names its seed, and that seed fails again in the same way."""
-    components, _ = MUTANTS["no term check"]
-    first = find(
-        partial(Simulator, components=components), FIRST["no term check"], MUTANT_SCHEDULES
-    )
-    assert first is not None
-    seed = int(re.match(r"seed (\d+):", first)[1])
-    assert find(partial(Simulator, components=components), seed, 1) == first
+    components, complaint = MUTANTS["no term check"]
+    make = partial(Simulator, components=components)
+    require_replayed(make, complaint, FIRST["no term check"], MUTANT_SCHEDULES)
 
 
 def test_schedule_is_deterministic():
     """The same seed gives the same events at the same times."""
-    traces = []
-    for _ in range(2):
-        sim = Simulator(7, whole_trace=True)
-        sim.run()
-        traces.append(format_trace(sim))
-    assert traces[0] == traces[1]
-    assert traces[0]
+    require_deterministic(Simulator)
 
 
 @pytest.mark.schedules

@@ -8,6 +8,7 @@ import pytest
 from hpc_elastic.agent import task_context
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.launcher import slurm
+from planted import require_found
 from simulation import find, run_many
 from simulation.submission import SubmissionSimulator
 
@@ -71,9 +72,7 @@ MUTANTS = (lost_is_refused, first_stays, second_interrupt, not_marked, all_repla
 def test_planted_bug_is_found(monkeypatch, plant):
     """Each breaks a promise."""
     plant(monkeypatch)
-    failure = find(SubmissionSimulator, FIRST_SEEDS.get(plant, 0), 400)
-    assert failure is not None, f"{plant.__name__} went unnoticed"
-    assert "PromiseError" in failure.splitlines()[0], failure
+    require_found(SubmissionSimulator, "PromiseError", FIRST_SEEDS.get(plant, 0), 400)
 
 
 def test_a_schedule_is_deterministic():

@@ -85,6 +85,7 @@ def test_no_pending_element_is_lost_among_gaps(client, sbatch):
     assert set(client.tasks([job])) == {f"{job}_{i}" for i in range(1, 200, 2)}
 
 
+@pytest.mark.long
 def test_a_forgotten_job_is_no_error_and_hides_no_other(client, sbatch):
     """Slurm forgets a job some minutes after its end."""
     job = sbatch("sleep 600", "--hold")
@@ -93,6 +94,7 @@ def test_a_forgotten_job_is_no_error_and_hides_no_other(client, sbatch):
     assert set(client.tasks(["9999999", job])) == {job}
 
 
+@pytest.mark.long
 def test_a_task_that_has_ended_is_still_known_for_a_while(client, sbatch):
     """So that its end is seen between two polls."""
     job = sbatch("true")
@@ -111,6 +113,7 @@ def test_only_the_named_pending_elements_are_cancelled(client, sbatch):
     assert seen[Phase.PENDING] == [f"{job}_{i}" for i in (2, 4, 6, 7, 8, 9)]
 
 
+@pytest.mark.long
 def test_running_elements_are_cancelled_and_those_that_have_ended_are_no_error(client, sbatch):
     """Cancelling twice is cancelling once."""
     job = sbatch("sleep 600", "--array=0-1")
@@ -162,6 +165,7 @@ def two_running_of(client, job, *indices):
     )
 
 
+@pytest.mark.long
 def test_what_is_not_pending_need_not_be_postponed(client, sbatch):
     """It runs, has ended, or was never there."""
     job = sbatch("true")
@@ -169,6 +173,7 @@ def test_what_is_not_pending_need_not_be_postponed(client, sbatch):
     client.postpone([job, f"{job}_3", "9999999", "9999999_1"], 60)
 
 
+@pytest.mark.long
 def test_the_time_left_shrinks_from_the_limit(client, sbatch):
     """A task that waits has all of it."""
     job, waits = sbatch("sleep 600", "--time=10"), sbatch("true", "--time=1-0", "--hold")
@@ -196,6 +201,7 @@ def test_a_controller_that_is_not_there_is_an_error(slurm, tmp_path):
         client.tasks(["1"])
 
 
+@pytest.mark.long
 def test_releasing_what_slurm_does_not_know_is_an_error(client):
     """The caller may have mistaken the task."""
     with pytest.raises(SlurmCommandError, match="Invalid job id"):

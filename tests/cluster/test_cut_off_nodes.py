@@ -5,7 +5,7 @@ task ("launch failed requeued held").
 """
 
 import pytest
-from counting import LONG, counting
+from counting import counting
 from sweeps import eventually, hosts, leader_host
 
 
@@ -30,7 +30,7 @@ def task_on(run, node: str) -> str:
     return next(m["task"] for m in members if m["host"] == node)
 
 
-@pytest.mark.skipif(not LONG, reason="HPC_ELASTIC_LONG=1 runs it; its rule: test_node_quarantine")
+@pytest.mark.long
 @pytest.mark.parametrize("leads", [False, True], ids=["a follower's", "the leader's"])
 def test_a_task_does_not_start_where_it_may_run_still(slurm, run, leads):
     """It does when its last attempt has left in good order, or the node has been back a while."""

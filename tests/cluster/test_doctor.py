@@ -68,6 +68,7 @@ def test_the_login_node_is_looked_at_without_submitting(slurm, place):
     assert left(slurm, place) == ([], [])
 
 
+@pytest.mark.long
 def test_a_partition_that_does_not_exist_is_named(slurm, place):
     """Those that exist are said, and no probe is left in the queue."""
     code, findings, _ = examine(slurm, place, "partition=hihg", "--probe")

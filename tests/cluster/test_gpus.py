@@ -48,7 +48,7 @@ ON_1, ON_3 = "--exclude=node[2-3]", "--exclude=node[1-2]"
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ([ON_1], {"node1": "0,1,2,3"}),
+        pytest.param([ON_1], {"node1": "0,1,2,3"}, marks=pytest.mark.long),
         ([ON_1, "--gpus-per-node=a100:1"], {"node1": "0"}),
         pytest.param(
             [ON_1, "--gpus-per-node=2", "--exclusive=true", "--mem=0"], {"node1": "0,1"},

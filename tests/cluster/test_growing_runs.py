@@ -5,7 +5,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from counting import LONG
 from sweeps import Sweep, busy, eventually, pending
 
 STEPS = textwrap.dedent(
@@ -89,7 +88,7 @@ def test_a_late_node_joins_at_a_checkpoint_and_costs_no_step(slurm, sweep, tmp_p
     assert steps(s) == list(range(1, s.value() + 1))
 
 
-@pytest.mark.skipif(not LONG, reason="HPC_ELASTIC_LONG=1 runs it; its rule: test_growth")
+@pytest.mark.long
 def test_a_script_without_boundaries_is_interrupted_after_a_while(slurm, sweep, tmp_path):
     """scale_up_timeout_s: a node does not wait for an announcement that never comes."""
     job = busy(slurm, 3)
@@ -144,7 +143,7 @@ def test_a_node_that_is_not_worth_the_restart_stays_out(slurm, sweep, tmp_path):
     assert s.group_sizes() == [1], output
 
 
-@pytest.mark.skipif(not LONG, reason="HPC_ELASTIC_LONG=1 runs it; its rule: test_growth")
+@pytest.mark.long
 def test_never_leaves_a_group_as_it_is(slurm, sweep, tmp_path):
     """scale_up=on_restart: a late node waits until the group is formed anew for another reason."""
     job = busy(slurm, 3)

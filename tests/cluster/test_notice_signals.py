@@ -123,6 +123,7 @@ def test_another_signal_and_a_container_make_no_difference(slurm, submit, tmp_pa
     assert set(words(tmp_path, job)) == {"starts", "SIGUSR1"}
 
 
+@pytest.mark.long
 def test_a_cancelled_task_gets_sigterm_and_its_time(slurm, submit, client, tmp_path):
     """A plain scancel: the task is told first, and may end by itself."""
     job = submit()

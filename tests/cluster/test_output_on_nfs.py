@@ -21,6 +21,7 @@ from slurm_sandbox import nfs
 from specs import spec_of
 
 TASK = "7_0"
+MOUNTS = ["", pytest.param("nocto,", marks=pytest.mark.long)]
 
 
 class Written:
@@ -83,7 +84,7 @@ def times(runs, monkeypatch):
     made.close()
 
 
-@pytest.mark.parametrize("runs", ["", "nocto,"], indirect=True)
+@pytest.mark.parametrize("runs", MOUNTS, indirect=True)
 def test_what_is_written_into_an_open_file_is_seen_elsewhere_with_its_time(
     runs, times, monkeypatch
 ):
@@ -102,7 +103,7 @@ def test_what_is_written_into_an_open_file_is_seen_elsewhere_with_its_time(
     worker.file.close()
 
 
-@pytest.mark.parametrize("runs", ["", "nocto,"], indirect=True)
+@pytest.mark.parametrize("runs", MOUNTS, indirect=True)
 def test_a_round_an_attempt_and_its_node_are_found_when_they_come(runs, times):
     """However long the reader remembers that they were not there."""
     theirs, ours = runs

@@ -127,7 +127,6 @@ def test_a_task_whose_agent_is_killed_comes_back(slurm, start):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not LONG, reason="HPC_ELASTIC_LONG=1; its parts: test_notices, test_requeued")
 def test_time_limits_other_preemption_modes_and_a_cancelled_run(slurm, start):
     """Four runs of a node at once: each comes back by itself, but for the one that is cancelled."""
     limited = start("limited", "nodes=1", "launcher.time=1")

@@ -155,6 +155,7 @@ def test_a_task_that_a_user_requeues_is_not_held_either(client, task, started):
     started(f"{job}_0.1")
 
 
+@pytest.mark.long
 def test_a_task_that_was_cancelled_does_not_come_back(client, task, started):
     """It is told to go by the same signal."""
     job = task("depart", "--array=0-0")

@@ -91,6 +91,7 @@ def test_nodes_have_loopback_eth0_and_names(slurm):
     assert "ctl" in names
 
 
+@pytest.mark.long
 def test_array_runs_a_task_on_each_node(slurm, tmp_path):
     """Each task of an exclusive array has a node of its own, at the same time as the others."""
     wait_for_go = f"while ! [ -e {tmp_path}/go ]; do sleep 0.1; done"
@@ -103,6 +104,7 @@ def test_array_runs_a_task_on_each_node(slurm, tmp_path):
     assert hosts == set(slurm.nodes[:4])
 
 
+@pytest.mark.long
 def test_slurm_answers_inside_a_job(slurm, tmp_path):
     """A batch job can srun, squeue, scontrol and scancel."""
     other = submit(slurm, "sleep 600", "--nodelist=node2")
@@ -113,6 +115,7 @@ def test_slurm_answers_inside_a_job(slurm, tmp_path):
     wait("the cancel", lambda: job_field(slurm, other, "JobState") == "CANCELLED")
 
 
+@pytest.mark.long
 def test_gpus(slurm):
     """Slurm gives each task the GPUs that it asked for, and no two the same."""
     shown = ["printenv", "CUDA_VISIBLE_DEVICES"]
@@ -259,6 +262,7 @@ def test_any_user_may_submit(slurm):
     assert slurm.run([*as_nobody, "srun", "--chdir=/", "id", "-u"]).stdout == "65534\n"
 
 
+@pytest.mark.long
 def test_accounting_answers_sacct(slurm):
     """With accounting, sacct knows a job (needs slurmdbd and mariadb-server, else skipped)."""
     missing = missing_packages(accounting=True)
@@ -286,6 +290,7 @@ def test_up_is_idempotent_and_keeps_jobs(slurm, capsys):
     assert job_field(slurm, job, "JobState") in ("PENDING", "RUNNING")
 
 
+@pytest.mark.long
 def test_up_with_other_settings_is_refused(slurm, capsys):
     """A sandbox that is up is not changed while it is in use."""
     assert main(["up", "--name", slurm.name, "--nodes", "7"]) == 1

@@ -614,7 +614,12 @@ def test_a_link_that_is_not_exclusive_is_won_by_two(mounts):
 
 @pytest.mark.parametrize(
     ("options", "stale_s", "path_stale_s"),
-    [("", 0, 60), ("acdirmax=7", 0, 7), ("nocto,actimeo=5", 5, 5), ("nocto,acregmax=80", 80, 60)],
+    [
+        pytest.param("", 0, 60, marks=pytest.mark.long),
+        pytest.param("acdirmax=7", 0, 7, marks=pytest.mark.long),
+        ("nocto,actimeo=5", 5, 5),
+        pytest.param("nocto,acregmax=80", 80, 60, marks=pytest.mark.long),
+    ],
 )
 def test_a_client_shows_how_old_its_answers_may_be(mounts, options, stale_s, path_stale_s):
     """In the kernel's table of mounts, as NFS does."""

@@ -3,10 +3,12 @@
 import os
 import subprocess
 
+import pytest
+
 from slurm_sandbox import SlurmSandbox
 from slurm_sandbox.pytest_plugin import require_sandbox
 
-MINUTES = 5 if os.environ.get("HPC_ELASTIC_LONG") else 1
+MINUTES = 5
 SEED = "7"
 """The same faults each time; `scripts/soak` is for others."""
 BOUND_S = 60 * MINUTES + 1500
@@ -22,6 +24,7 @@ def release() -> list[str]:
     return [f"--slurm={slurm}"] if slurm else []
 
 
+@pytest.mark.long
 def test_a_run_gets_over_minutes_of_faults():
     """Nothing is lost or made twice, all is explained, nothing is left."""
     require_sandbox()

@@ -9,7 +9,6 @@ import time
 
 import pytest
 import submitit
-from counting import LONG
 
 from hpc_elastic.integrations.submitit import ElasticTask
 from hpc_elastic.slurm.client import SlurmClient
@@ -55,7 +54,6 @@ def wait_for(condition, what) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not LONG, reason="HPC_ELASTIC_LONG=1 runs it; test_submitit_tasks is short")
 def test_submitits_jobs_are_an_elastic_run(slurm_env, tmp_path):
     """One of two is preempted: the other goes on alone, and is joined again; no step is lost.
 

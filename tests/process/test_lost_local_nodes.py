@@ -1,4 +1,4 @@
-"""Nodes of a local run that are preempted, killed and come back: whole runs, no Slurm."""
+"""Nodes of a local run that are told to go, preempted, killed and come back: without Slurm."""
 
 import contextlib
 import json
@@ -11,15 +11,18 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
-from local_runs import LocalRun
+from local_runs import PATIENCE_S, LocalRun
 
+from ended import is_gone
 from helps import not_in_help
+from hpc_elastic.slurm.environment import as_array_task, outside
 
 COMMAND = str(Path(sys.executable).with_name("hpc-elastic"))
 SCRIPT = textwrap.dedent(
     """
-    import time
+    import subprocess, time
     from pathlib import Path
 
     import hydra
@@ -34,6 +37,9 @@ SCRIPT = textwrap.dedent(
     def main(cfg):
         dist.init_process_group("gloo")
         step = int(SAVED.read_text()) if SAVED.exists() else 0
+        if cfg.get("with_child"):
+            child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+            (FOLDER / f"children-{{dist.get_world_size()}}").open("a").write(f"{{child.pid}}\n")
         over = torch.tensor(0)
         while not over:
             time.sleep(0.02)
@@ -80,9 +86,9 @@ def sizes(run: LocalRun) -> list[int]:
     return [e["nodes"] for e in run.events("round")]
 
 
-def steps(run: LocalRun, round_: int) -> list[int]:
-    """The steps that the first worker of a round has made."""
-    found = [*(run.path / "tasks").glob(f"*/attempt-*/round-{round_}.rank-0.out")]
+def steps(run: LocalRun, round_: int, rank: int = 0) -> list[int]:
+    """The steps that a worker of a round has made."""
+    found = [*(run.path / "tasks").glob(f"*/attempt-*/round-{round_}.rank-{rank}.out")]
     return [int(n) for file in found for n in re.findall(r"step (\d+)\n", file.read_text())]
 
 
@@ -148,3 +154,45 @@ def test_a_node_that_is_lost_comes_back(start, tmp_path):
     for text in (*texts, run.output()):
         assert "slurm" not in text.lower(), text
     assert "has ended (succeeded)" in call("preempt", run.path, "local-1", code=1)
+
+
+@pytest.mark.long
+def test_a_node_that_is_told_to_go_leaves_nothing_and_costs_nothing(start, tmp_path):
+    """Its workers are there until all have saved; the other node goes on from that step."""
+    run = start("nodes=1:2", "launcher.agent.warm_workers=false", "+with_child=true")
+    run.eventually(lambda: all(len(steps(run, 1, rank)) > 20 for rank in (0, 1)), "two nodes train")
+    by_task = {e["task"]: psutil.Process(e["pid"]) for e in run.events("task")}
+    task, agent = min(by_task.items())
+    agent.send_signal(signal.SIGTERM)
+    run.eventually(lambda: is_gone(agent.pid), "the agent ends")
+    (left,) = run.events("task_exited")
+    assert (left["task"], left["reason"], left["how"]) == (task, "signal", "requeue")
+    run.eventually(lambda: steps(run, 2), "the other node goes on")
+    children = map(int, (tmp_path / "children-2").read_text().split())
+    assert all(map(is_gone, children)), "whatever session they are in"
+
+    (tmp_path / "over").touch()
+    assert run.wait() == 0, run.output()
+    first, other = steps(run, 1, 0), steps(run, 1, 1)
+    after = steps(run, 2)
+    assert first == other == list(range(1, len(first) + 1))
+    assert after == list(range(len(first) + 1, len(first) + len(after) + 1))
+    assert run.events("end")[0]["restarts"] == 0
+
+
+def test_a_task_that_is_told_to_go_before_it_has_joined_goes_at_once(start, tmp_path):
+    """It still imports torch: the signal is neither its end nor forgotten."""
+    run = start("nodes=1", "launcher.dry_run=true")
+    assert run.wait() == 0
+    array = tmp_path / "sweep" / ".hpc_elastic" / "array-0.json"
+    task = subprocess.Popen(
+        [sys.executable, "-u", "-m", "hpc_elastic.agent", str(array)],
+        env={**outside(os.environ), **as_array_task(9, 0, node_name="early", cpus=1)},
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert "logs of this task" in task.stdout.readline()
+    task.terminate()
+    task.communicate(timeout=PATIENCE_S)
+    assert task.returncode == 143
+    assert [e["how"] for e in run.events("task_exited")] == ["exit"]
+    assert not run.events("joined")

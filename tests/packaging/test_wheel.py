@@ -19,6 +19,7 @@ CLONE = Path(__file__).resolve().parents[2]
 NOT_SOURCES = shutil.ignore_patterns(
     ".*", "*.egg-info", "__pycache__", "build", "dist", "multirun", "outputs"
 )
+DISTRIBUTIONS = ("hpc_elastic_testing", "hpc_elastic_watch", "slurm_sandbox")
 
 Run = Callable[..., str]
 
@@ -36,6 +37,12 @@ def built(folder: Path, temporary: Path) -> Path:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of hpc_elastic."""
     return built(CLONE, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The wheel of each tool."""
+    return {n: built(CLONE / "tools" / n, tmp_path_factory.mktemp(n)) for n in DISTRIBUTIONS}
 
 
 @pytest.fixture(scope="module")
@@ -93,16 +100,15 @@ def test_shipped_files_are_found(run: Run, environment: Path, resource: str, pat
     assert list(folder.glob(pattern))
 
 
-DISTRIBUTIONS = ("hpc_elastic_testing", "hpc_elastic_watch", "slurm_sandbox")
-
-
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_a_tool_is_a_distribution_of_its_own(environment: Path, tmp_path: Path, name: str) -> None:
+def test_a_tool_is_a_distribution_of_its_own(
+    environment: Path, tools: dict[str, Path], name: str
+) -> None:
     """The wheel of hpc_elastic has no tools in it; that of each tool is complete."""
     (installed,) = environment.glob("lib/python*/site-packages")
     assert not (installed / name).exists()
     folder = CLONE / "tools" / name
-    names = zipfile.ZipFile(built(folder, tmp_path)).namelist()
+    names = zipfile.ZipFile(tools[name]).namelist()
     shipped = {name for name in names if "dist-info" not in name}
     files = {path for path in (folder / name).glob("*.*") if path.suffix != ".pyc"}
     assert shipped == {str(path.relative_to(folder)) for path in files}
@@ -140,11 +146,11 @@ def test_a_name_of_an_extension_names_what_to_install(run: Run) -> None:
 
 
 def test_an_extension_works_once_it_is_installed(
-    run: Run, environment: Path, tmp_path_factory: pytest.TempPathFactory
+    run: Run, environment: Path, tools: dict[str, Path]
 ) -> None:
     """Under the names of hpc_elastic, with its files, and with the processes that it starts."""
     names = ("hpc_elastic_testing", "hpc_elastic_watch")
-    install(environment, *(built(CLONE / "tools" / n, tmp_path_factory.mktemp(n)) for n in names))
+    install(environment, *(tools[name] for name in names))
     try:
         assert "--control" in run("hpc-elastic", "watch", "--help")
         code = (

@@ -39,7 +39,7 @@ SCRIPT = textwrap.dedent(
         step = int(SAVED.read_text()) if SAVED.exists() else 0
         if cfg.get("with_child"):
             child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
-            (FOLDER / f"children-{{dist.get_world_size()}}").open("a").write(f"{{child.pid}}\n")
+            (FOLDER / f"children-{{dist.get_world_size()}}").open("a").write(f"{{child.pid}}\\n")
         over = torch.tensor(0)
         while not over:
             time.sleep(0.02)

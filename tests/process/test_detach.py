@@ -5,10 +5,10 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from group import eventually
 
 from ended import is_gone
 from helps import not_in_help
@@ -52,10 +52,7 @@ def call(tmp_path):
 
 def await_end(pid: int) -> None:
     """Wait for the launcher, which goes on behind the command."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_gone(pid):
-        assert time.monotonic() < deadline, "the launcher goes on"
-        time.sleep(0.05)
+    eventually(lambda: is_gone(pid), DEADLINE_S)
 
 
 def test_the_launcher_of_a_sweep_of_several_batches_goes_on_to_the_last(call, tmp_path):

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from group import eventually
 
 from hpc_elastic.config.parse import restored
 from hpc_elastic.doctor import allreduce_check, probe_network, probe_task
@@ -22,6 +22,7 @@ from hpc_elastic.doctor.probe_job import last_heartbeat, signal_time, survival_t
 from hpc_elastic.doctor.signal_recorder import ORPHANED, WORKER, start_worker
 from hpc_elastic.slurm.client import SiteClient, reachable
 
+PATIENCE_S = 30.0
 TOKEN = "t0ken"
 LO = {"GLOO_SOCKET_IFNAME": "lo"}
 
@@ -33,14 +34,6 @@ def place(tmp_path):
     found.path.mkdir()
     found.write_plan(ProbePlan(TOKEN, lifetime_s=60))
     return found
-
-
-def eventually(condition, what):
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.02)
 
 
 def test_this_host_is_looked_at(tmp_path):
@@ -64,13 +57,13 @@ def test_a_worker_writes_down_what_it_gets_and_when_it_lived_last(place):
     """SIGTERM does not end it, SIGKILL does, and the time between shows."""
     worker = start_worker(str(place.array_file), 0)
     beat = place.heartbeat_file("worker", 0)
-    eventually(lambda: last_heartbeat(beat) is not None, "it lives")
+    eventually(lambda: last_heartbeat(beat) is not None, PATIENCE_S)
     worker.send_signal(signal.SIGUSR2)
-    eventually(lambda: signal_time(place, "worker", 0, "SIGUSR2"), "the notice")
+    eventually(lambda: signal_time(place, "worker", 0, "SIGUSR2"), PATIENCE_S)
     worker.send_signal(signal.SIGTERM)
-    eventually(lambda: signal_time(place, "worker", 0, "SIGTERM"), "the order to end")
+    eventually(lambda: signal_time(place, "worker", 0, "SIGTERM"), PATIENCE_S)
     asked = signal_time(place, "worker", 0, "SIGTERM")
-    eventually(lambda: last_heartbeat(beat) > asked, "it goes on")
+    eventually(lambda: last_heartbeat(beat) > asked, PATIENCE_S)
     worker.kill()
     worker.wait()
     assert survival_times(place, 0)["worker"] > 0 and survival_times(place, 0)["agent"] is None
@@ -85,19 +78,19 @@ def test_a_worker_that_is_left_behind_says_so_and_ends(place):
     process = subprocess.Popen([sys.executable, "-c", parent])
     try:
         eventually(
-            lambda: last_heartbeat(place.heartbeat_file("worker", 0)) is not None, "it lives"
+            lambda: last_heartbeat(place.heartbeat_file("worker", 0)) is not None, PATIENCE_S
         )
     finally:
         process.kill()
         process.wait()
-    eventually(lambda: signal_time(place, WORKER, 0, ORPHANED), "it has noticed")
+    eventually(lambda: signal_time(place, WORKER, 0, ORPHANED), PATIENCE_S)
     place.stop_file.touch()
 
 
 def test_a_worker_ends_with_the_probe(place):
     """Nothing is left over where the doctor could not cancel it."""
     worker = start_worker(str(place.array_file), 0)
-    eventually(lambda: last_heartbeat(place.heartbeat_file("worker", 0)) is not None, "it lives")
+    eventually(lambda: last_heartbeat(place.heartbeat_file("worker", 0)) is not None, PATIENCE_S)
     place.stop_file.touch()
     assert worker.wait(30) == 0
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
+from group import eventually
 from island import model_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -68,12 +69,7 @@ def newest(folder, fragment=0):
 
 def wait_for_round(folder, index, timeout_s=60):
     """Wait until a round is closed."""
-    ends = time.monotonic() + timeout_s
-    while time.monotonic() < ends:
-        if last_index(names_in(folder / "0")) >= index:
-            return
-        time.sleep(0.02)
-    raise TimeoutError(f"no round {index} in {folder}")
+    eventually(lambda: last_index(names_in(folder / "0")) >= index, timeout_s)
 
 
 def parameters_of(folder):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from group import eventually
 
 import hpc_elastic
 from ended import is_gone
@@ -63,14 +64,6 @@ def ends_of(runs: list[RunHandle]) -> list[RunEnd]:
     return wait(runs, poll_interval_s=0.05)
 
 
-def until(condition) -> None:
-    """Wait for a condition, and fail if it never holds."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.02)
-
-
 def listed(sweep: Path) -> dict:
     """Return what the agents would read in place of squeue."""
     return json.loads(Submission(sweep / ".hpc_elastic").local_tasks.read_text())
@@ -108,7 +101,7 @@ def test_a_task_that_dies_alone_makes_the_run_lost(tmp_path, monkeypatch):
 def test_ctrl_c_ends_every_process(tmp_path, capsys, monkeypatch):
     """The launcher takes its agents along, the pending ones included."""
     runs = submitted(tmp_path, settings(2, max_agents=1, env={"PLOT": "hang"}))
-    until(lambda: "RUNNING" in str(listed(tmp_path)))
+    eventually(lambda: "RUNNING" in str(listed(tmp_path)), DEADLINE_S)
     (pid,) = [task["pid"] for task in listed(tmp_path).values() if task["pid"]]
 
     def interrupt(*args):
@@ -129,7 +122,7 @@ def test_ctrl_c_ends_every_process(tmp_path, capsys, monkeypatch):
 def test_a_run_that_has_ended_is_not_cancelled_by_ctrl_c(tmp_path):
     """Its launcher ends the others."""
     (run,) = submitted(tmp_path, settings(1))
-    until(run.paths.result.exists)
+    eventually(run.paths.result.exists, DEADLINE_S)
     run.jobs.release()
     assert not run.paths.cancelled.exists()
 
@@ -170,11 +163,13 @@ def test_a_process_that_ignores_sigterm_is_killed_with_its_children(tmp_path):
         "time.sleep(600)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", stubborn], start_new_session=True)
-    until(lambda: (tmp_path / "pid").exists() and "." in (tmp_path / "pid").read_text())
+    eventually(
+        lambda: (tmp_path / "pid").exists() and "." in (tmp_path / "pid").read_text(), DEADLINE_S
+    )
     local.end_processes([process], stop_after_s=0.1)
     child = int((tmp_path / "pid").read_text().rstrip("."))
     assert process.returncode == -9
-    until(lambda: is_gone(child))
+    eventually(lambda: is_gone(child), DEADLINE_S)
 
 
 @pytest.fixture
@@ -199,7 +194,7 @@ def processes(monkeypatch):
 def test_a_task_that_can_not_be_started_now_is_started_later(tmp_path, processes, caplog):
     """The queue outlives a failure, and tells of it once."""
     runs = submitted(tmp_path, *[settings(1, max_agents=1)] * 3)
-    until(lambda: all(run.paths.result.exists() for run in runs))
+    eventually(lambda: all(run.paths.result.exists() for run in runs), DEADLINE_S)
     runs[0].jobs.close()
     assert len(processes) == 3
     (told,) = [r.message for r in caplog.records if "Resource temporarily" in r.message]

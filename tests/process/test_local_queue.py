@@ -5,10 +5,10 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
+from group import eventually
 
 from arrays import GONE, write_table
 from ended import is_gone
@@ -71,21 +71,13 @@ class Queue:
     def attempt(self, number: int) -> tuple[int, int, str]:
         """Wait for an attempt; return its pid, its child's, and the name of its node."""
         file = self.folder / f"attempt-{number}"
-        until(lambda: file.exists() and file.read_text().endswith("\n"))
+        eventually(lambda: file.exists() and file.read_text().endswith("\n"), DEADLINE_S)
         pid, child, node = file.read_text().split()
         return int(pid), int(child), node
 
     def state(self, task: str = "7_0"):
         """How others see a task."""
         return self.queue.tasks(["7"])[task]
-
-
-def until(condition) -> None:
-    """Wait for a condition, and fail if it never holds."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.02)
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +117,7 @@ def test_a_task_that_goes_back_to_the_queue_starts_again(queue):
     again = requeue_or_exit("7_0", q.queue, attempt=0, reason=Reason.ASKED, run=q.run)
     assert again is ExitAction.REQUEUED and q.state().restarts == 1
     os.kill(pid, signal.SIGKILL)
-    until(lambda: q.state().phase is Phase.PENDING)
+    eventually(lambda: q.state().phase is Phase.PENDING, DEADLINE_S)
     assert q.state().is_held and 3 < q.state().starts_in_s < 10
     assert is_gone(child), "what an agent has left behind is ended"
     q.queue.postpone(["7_0"], 0.0)
@@ -155,7 +147,7 @@ def test_a_task_whose_agent_was_killed_starts_again(queue):
 def test_a_task_that_is_killed_at_each_start_has_failed(queue):
     """After three times; a leader that has lost it may bring it back all the same."""
     q = queue("die")
-    until(lambda: q.state().phase is Phase.ENDED)
+    eventually(lambda: q.state().phase is Phase.ENDED, DEADLINE_S)
     assert (q.state().state, q.state().reason) == ("FAILED", "killed by signal 9")
     assert len(list(q.folder.glob("attempt-*"))) == 3
     q.scheduler.restart_tasks(["7_0"])
@@ -165,10 +157,10 @@ def test_a_task_that_is_killed_at_each_start_has_failed(queue):
 def test_a_task_that_has_failed_is_brought_back_by_the_leader(queue):
     """But for one whose run is over."""
     q = queue("fail")
-    until(lambda: q.state().state == "FAILED")
+    eventually(lambda: q.state().state == "FAILED", DEADLINE_S)
     q.scheduler.restart_tasks(["7_0", "8_0"])
     q.attempt(1)
-    until(lambda: q.state().state == "FAILED")
+    eventually(lambda: q.state().state == "FAILED", DEADLINE_S)
     q.run.cancelled.touch()
     q.scheduler.restart_tasks(["7_0"])
     assert q.state().state == "FAILED"
@@ -181,7 +173,7 @@ def test_a_task_comes_back_as_often_as_it_may(queue):
     pid, _, _ = q.attempt(1)
     assert requeue_or_exit("7_0", q.queue, attempt=1, run=q.run) is ExitAction.EXIT
     os.kill(pid, signal.SIGKILL)
-    until(lambda: q.state().state == "FAILED")
+    eventually(lambda: q.state().state == "FAILED", DEADLINE_S)
     q.scheduler.restart_tasks(["7_0"])
     assert q.state().state == "FAILED"
 
@@ -200,7 +192,7 @@ def test_the_place_of_a_task_that_is_away_goes_to_the_next(queue):
     q.scheduler.postpone_pending(0.0)
     assert q.state("7_0").reason == "Resources"
     os.kill(other, signal.SIGKILL)
-    until(lambda: q.state("7_0").phase is Phase.RUNNING)
+    eventually(lambda: q.state("7_0").phase is Phase.RUNNING, DEADLINE_S)
 
 
 def test_a_task_does_not_start_on_a_node_that_its_run_avoids(queue):
@@ -208,7 +200,7 @@ def test_a_task_does_not_start_on_a_node_that_its_run_avoids(queue):
     q = queue()
     q.scheduler.exclude_nodes(["local-0"], "two strikes", 1e12)
     os.kill(q.attempt(0)[0], signal.SIGKILL)
-    until(lambda: q.state().reason == "Excluded")
+    eventually(lambda: q.state().reason == "Excluded", DEADLINE_S)
     assert q.state().phase is Phase.PENDING
     q.run.excluded.unlink()
     q.attempt(1)
@@ -221,7 +213,7 @@ def test_no_task_of_a_cancelled_run_comes_back(queue):
     q.run.cancelled.touch()
     assert requeue_or_exit("7_0", q.queue, attempt=0, run=q.run) is ExitAction.EXIT
     os.kill(pid, signal.SIGKILL)
-    until(lambda: q.state().state == "CANCELLED")
+    eventually(lambda: q.state().state == "CANCELLED", DEADLINE_S)
 
 
 def test_a_launcher_that_ends_its_runs_is_no_preemption(queue):

@@ -5,11 +5,11 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import submitit
+from group import eventually
 
 from hpc_elastic.errors import SubmissionError
 from hpc_elastic.integrations import submitit as submitit_module
@@ -72,10 +72,8 @@ def test_a_job_that_submitit_interrupts_goes_on_where_it_was(sweep, tmp_path):
     executor.update_parameters(timeout_min=30)
     job = executor.submit(task)
     run = sweep / "0"
-    deadline = time.monotonic() + 120
-    while not (run / "step").exists() or int((run / "step").read_text() or 0) < 5:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    step = run / "step"
+    eventually(lambda: step.exists() and int(step.read_text() or 0) >= 5, within_s=120)
     interrupt(job)
     starts = job.result()
     assert len(starts) == 2 and starts[0] == 1

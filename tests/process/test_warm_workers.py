@@ -7,11 +7,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from group import eventually
 from torch.distributed.elastic.multiprocessing import start_processes
 
 from ended import is_gone
@@ -66,6 +66,7 @@ def fail():
     raise ValueError("boom")
 """
 
+PATIENCE_S = 300.0
 TALKS = "import sys\nprint('imported')\nprint('warned', file=sys.stderr)\n"
 WAITS = """
 import time
@@ -80,14 +81,6 @@ import sys, types
 sys.modules["torch"] = types.ModuleType("torch")
 sys.modules["torch"].cuda = types.SimpleNamespace(is_initialized=lambda: True)
 """
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait for something that other processes do."""
-    end = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < end, "nothing happened for five minutes"
-        time.sleep(0.01)
 
 
 class Node:
@@ -130,7 +123,7 @@ class Node:
 
     def finish(self, processes):
         """Wait for the worker; return what torch makes of it."""
-        until(lambda: processes.wait(0) is not None)
+        eventually(lambda: processes.wait(0) is not None, PATIENCE_S)
         return processes.wait(0)
 
     def value(self, number: int = 1) -> object:
@@ -161,7 +154,7 @@ def make_pool(node):
         made.append(WarmWorkerPool(slots, node.command, num_warming=1))
         made[-1].fill(paced=paced)
         if ready:
-            until(lambda: all_ready(made[-1], slots))
+            eventually(lambda: all_ready(made[-1], slots), PATIENCE_S)
         return made[-1]
 
     yield make
@@ -214,7 +207,7 @@ def test_a_warm_worker_that_still_imports_is_used(node, make_pool):
     node.entry("imported", "xml.dom.minidom", imports=("waits", "xml.dom.minidom"))
     pool = make_pool(ready=False)
     (pid,) = pool.pids
-    until((node.folder / "began").exists)
+    eventually((node.folder / "began").exists, PATIENCE_S)
     processes = node.start(pool)
     assert processes.pids() == {0: pid}
     (node.folder / "go").touch()
@@ -234,7 +227,7 @@ def test_a_warm_worker_gives_way_to_its_agent(node, make_pool):
             if deadline is None and "hpc_elastic-warm-worker" in str(output.readlink()):
                 deadline = time.monotonic() + 1
         assert not (node.folder / "began").exists()
-        until((node.folder / "began").exists)
+        eventually((node.folder / "began").exists, PATIENCE_S)
     finally:
         os.sched_setaffinity(0, cpus)
 
@@ -286,7 +279,7 @@ def test_while_workers_train_warm_workers_are_made_one_after_the_other(node, mak
     pool.maintain()
     assert len(pool.pids) == 1
     (node.folder / "go").touch()
-    until(lambda: all_ready(pool, 2))
+    eventually(lambda: all_ready(pool, 2), PATIENCE_S)
 
 
 def test_a_late_node_waits_until_its_warm_workers_have_imported(node, make_pool):
@@ -308,7 +301,7 @@ def test_a_warm_worker_that_died_is_replaced_by_a_new_process(node, make_pool, c
     pool = make_pool(2)
     for pid in pool.pids:
         os.kill(pid, signal.SIGKILL)
-        until(lambda pid=pid: is_gone(pid))
+        eventually(lambda pid=pid: is_gone(pid), PATIENCE_S)
     assert pool.take_worker(0, node.command, dict(os.environ), (1, 2)) is None
     assert pool.maintain() == [-signal.SIGKILL] * 2
     assert "slot 1 ended by itself, with exit code -9" in caplog.text
@@ -323,7 +316,7 @@ def test_a_warm_worker_that_opens_the_gpu_is_not_kept(node, make_pool, caplog):
     node.entry("who", imports=("opens",))
     pool = make_pool(ready=False)
     (pid,) = pool.pids
-    until(lambda: pool.maintain() or not pool.pids)
+    eventually(lambda: pool.maintain() or not pool.pids, PATIENCE_S)
     assert is_gone(pid) and "opens the GPU" in caplog.text
 
 
@@ -367,9 +360,11 @@ def test_warm_workers_die_with_their_agent(node, module):
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         pid = int(process.stdout.readline())
-        until((node.folder / "began").exists if module == "waits" else lambda: True)
+        eventually(
+            (node.folder / "began").exists if module == "waits" else lambda: True, PATIENCE_S
+        )
         process.kill()
-    until(lambda: is_gone(pid))
+    eventually(lambda: is_gone(pid), PATIENCE_S)
 
 
 def test_a_warm_worker_that_can_not_be_started_is_done_without(caplog):

@@ -181,8 +181,8 @@ LINGERS = textwrap.dedent(
 
 def test_what_lingers_after_a_finished_training_is_ended_and_no_hang(tmp_path):
     """A tracker that sends files at exit: the function has returned, so the run has succeeded."""
-    overrides = "nodes=2", "launcher.agent.exit_timeout_s=5"
+    overrides = "nodes=2", "launcher.agent.exit_timeout_s=2"
     with Run(LINGERS, tmp_path, *overrides) as run:
         assert run.wait() == 0, run.output()
     assert run.result()["restarts"] == 0 and not run.events("hang")
-    assert {"exit_timeout_s=5" in event["how"] for event in run.events("slow_exit")} == {True}
+    assert {"exit_timeout_s=2" in event["how"] for event in run.events("slow_exit")} == {True}

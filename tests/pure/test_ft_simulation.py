@@ -9,7 +9,7 @@ from planted import require_deterministic, require_found, require_replayed
 from simulation import find, run_in_parallel
 from simulation.ft import LASTING_MUTANTS, MUTANTS, LastingSimulator, Simulator
 
-SCHEDULES = 2_000 if os.environ.get("HPC_ELASTIC_LONG") else 800
+SCHEDULES = 2_000 if os.environ.get("HPC_ELASTIC_LONG") else 500
 MUTANT_SCHEDULES = 600
 LASTING_SCHEDULES = 5
 RARE = {

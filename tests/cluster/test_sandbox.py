@@ -290,7 +290,6 @@ def test_up_is_idempotent_and_keeps_jobs(slurm, capsys):
     assert job_field(slurm, job, "JobState") in ("PENDING", "RUNNING")
 
 
-@pytest.mark.long
 def test_up_with_other_settings_is_refused(slurm, capsys):
     """A sandbox that is up is not changed while it is in use."""
     assert main(["up", "--name", slurm.name, "--nodes", "7"]) == 1

@@ -490,7 +490,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("mask", [0o000, pytest.param(0o002, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mask", [0o000, 0o002])
 def test_ordinary_runs_work_under_such_an_umask(mask, tmp_path, capsys):
     """With checkpoints on a file system of their own, and an existing folder: all commands."""
     (tmp_path / "train.py").write_text(TRAINING)

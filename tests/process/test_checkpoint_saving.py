@@ -482,7 +482,7 @@ raise SystemExit(7)
 """
 
 
-@pytest.mark.parametrize("how", ["asynchronous", "at once"])
+@pytest.mark.parametrize("how", ["asynchronous", pytest.param("at once", marks=pytest.mark.long)])
 def test_nothing_waits_for_a_removal_that_is_held_up(tmp_path, how):
     """Neither a save nor the program's end waits for a removal that hangs."""
     run_program(HELD_UP, tmp_path / "c", how)

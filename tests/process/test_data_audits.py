@@ -2,12 +2,14 @@
 
 import json
 
+import pytest
 from data_runs import GLOBAL_BATCH, LENGTH, NUM_EPOCHS, train
 
 from hpc_elastic import launch
 from hpc_elastic.cli.main import main
 
 
+@pytest.mark.long
 def test_a_run_whose_workers_are_killed_trains_every_sample_once(tmp_path, capsys):
     """Two nodes, a worker killed in each of two rounds: the command proves it from the ledger."""
     result = launch(

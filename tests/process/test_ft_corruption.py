@@ -137,7 +137,9 @@ def test_a_rank_that_is_corrupted_heals_its_group(replicas):
     assert group.are_equal(0) and group.are_equal(1)
 
 
-@pytest.mark.parametrize(("num", "heals"), [(2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("num", "heals"), [(2, True), pytest.param(3, False, marks=pytest.mark.long)]
+)
 def test_what_is_not_healed_is_named_at_each_check(replicas, num, heals):
     """Of two it is unknown which is right: both are named. The training goes on."""
     group = replicas(num, heals=heals)

@@ -104,8 +104,15 @@ def train(rank, seed, lighthouse, wrap, accumulates):
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, PureDistributedDataParallel])
-@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize(
+    ("wrap", "accumulates"),
+    [
+        (DistributedDataParallel, False),
+        (PureDistributedDataParallel, True),
+        pytest.param(DistributedDataParallel, True, marks=pytest.mark.long),
+        pytest.param(PureDistributedDataParallel, False, marks=pytest.mark.long),
+    ],
+)
 def test_replicas_train_as_torchs_ddp(lighthouse, seed, wrap, accumulates):
     """With clipped gradients, buffers, and what one of them uses alone; also with accumulation."""
     args = seed, lighthouse
@@ -177,7 +184,7 @@ def train_beside_a_spare(rank, lighthouse, accumulates):
     return found
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("accumulates", [pytest.param(False, marks=pytest.mark.long), True])
 def test_what_a_spare_alone_uses_changes_nothing(lighthouse, accumulates):
     """Neither its own gradient nor a zero, which decays; nor what others have accumulated."""
     one, *others = run_ranks(train_beside_a_spare, 3, lighthouse, accumulates)

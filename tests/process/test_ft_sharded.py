@@ -79,7 +79,7 @@ def assert_equal(old, new):
 
 
 CASES = [
-    ("fsdp", True, ""),
+    pytest.param("fsdp", True, "", marks=pytest.mark.long),
     ("fsdp x tp", False, "http"),
     ("fsdp", False, "pg"),
     *(
@@ -95,7 +95,7 @@ CASES = [
 
 CATCH_UP_CASES = [
     ("fsdp x tp", True),
-    ("shared and frozen", False),
+    pytest.param("shared and frozen", False, marks=pytest.mark.long),
     *(
         pytest.param(model, False, marks=pytest.mark.long)
         for model in ("fsdp", "cpu offload", "hsdp", "mixed precision", "compiled")
@@ -185,12 +185,18 @@ def test_a_replica_on_two_hosts_joins_and_is_lost(crew, start):
     ("survivor_has", "newcomer_has", "error"),
     [
         ({}, {"fault": "key"}, "KeyError: 'nothing'"),
-        ({}, {"fault": "type"}, "UnusableStateError.*state: /user/default/extra"),
+        pytest.param(
+            {},
+            {"fault": "type"},
+            "UnusableStateError.*state: /user/default/extra",
+            marks=pytest.mark.long,
+        ),
         ({"fault": "type"}, {}, "UnusableStateError.*state: /user/default/extra"),
-        (
+        pytest.param(
             {"fault": "type", "catches_up": True},
             {"catches_up": True},
             "UnusableStateError.*state: /user/default/extra",
+            marks=pytest.mark.long,
         ),
         ({}, {"model": "hsdp"}, "UnusableStateError.*states are not resharded"),
     ],

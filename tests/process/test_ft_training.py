@@ -126,7 +126,7 @@ def test_a_dead_replica_costs_one_step_and_its_return_none(training):
     training.compare()
 
 
-@pytest.mark.parametrize("groups", [2, 3])
+@pytest.mark.parametrize("groups", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_replica_that_is_done_costs_the_others_no_step(training, groups):
     """Its last step is completed, and the next one, in its forward pass, has another quorum."""
     staying = [training.start(slot, forward_s=0.1)[0] for slot in range(1, groups)]

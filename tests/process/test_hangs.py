@@ -179,6 +179,7 @@ LINGERS = textwrap.dedent(
 )
 
 
+@pytest.mark.long
 def test_what_lingers_after_a_finished_training_is_ended_and_no_hang(tmp_path):
     """A tracker that sends files at exit: the function has returned, so the run has succeeded."""
     overrides = "nodes=2", "launcher.agent.exit_timeout_s=2"

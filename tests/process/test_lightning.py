@@ -104,7 +104,9 @@ def fit(
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("step", [1, 4, 6, 11, 12])
+@pytest.mark.parametrize(
+    "step", [4, 6, *(pytest.param(step, marks=pytest.mark.long) for step in (1, 11, 12))]
+)
 def test_a_training_that_goes_on_is_the_same_to_the_bit(tmp_path, step):
     """From any step. The validation after a saved step is made up for."""
     whole = fit(tmp_path / "whole")

@@ -82,7 +82,7 @@ FILES = sorted(
     if path.name != "transport_test.py"  # has no tests, but helpers of others
 )
 
-QUICK = ("data_test.py", "manager_test.py", "local_sgd_test.py", "optim_test.py")
+QUICK = ("manager_test.py", "local_sgd_test.py")
 """The others run with HPC_ELASTIC_LONG=1."""
 
 pytestmark = pytest.mark.skipif(

@@ -309,7 +309,7 @@ def test_the_working_directory_hides_no_package(job, tmp_path):
     assert found[0] == "/a" and str(tmp_path / "sub") not in found
 
 
-@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("fails", [False, True])
 def test_a_script_may_clear_its_environment(job, fails):
     """Its value, and its failure, go where they would have gone."""
     done = job.worker("clear", [fails])
@@ -332,7 +332,7 @@ def test_output_that_can_not_be_written_ends_no_script(job):
     ("name", "exception", "message"),
     [
         ("fail", "ValueError", "boom from the user's code"),
-        pytest.param("mute", "__main__.Mute", "<exception str() failed>", marks=pytest.mark.long),
+        ("mute", "__main__.Mute", "<exception str() failed>"),
     ],
 )
 def test_an_exception_is_reported_with_the_users_frames_only(job, name, exception, message):
@@ -352,9 +352,7 @@ def test_what_a_script_leaves_for_its_end_is_done(job):
     assert (done.returncode, done.stdout.split()) == (0, ["returned", "threaded", "registered"])
 
 
-@pytest.mark.parametrize(
-    "how", ["return", *(pytest.param(how, marks=pytest.mark.long) for how in ("raise", "silent"))]
-)
+@pytest.mark.parametrize("how", ["return", "raise", "silent"])
 def test_files_that_a_script_leaves_open_are_whole(job, how):
     """The end of an interpreter writes their buffers, and so does that of a worker."""
     done = job.worker("leave_open", [how])
@@ -364,7 +362,7 @@ def test_files_that_a_script_leaves_open_are_whole(job, how):
     assert gzip.decompress((job.folder / "left.gz").read_bytes()) == b"packed"
 
 
-@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("fails", [False, True])
 def test_the_scripts_own_hook_sees_what_it_raised(job, fails):
     """sys.excepthook, which scripts set to log what ends them; its own error hides nothing."""
     done = job.worker("hooked", [fails])
@@ -373,7 +371,7 @@ def test_the_scripts_own_hook_sees_what_it_raised(job, fails):
     assert job.failure(done.returncode).message == "boom"
 
 
-@pytest.mark.parametrize("start", ["spawn", pytest.param("forkserver", marks=pytest.mark.long)])
+@pytest.mark.parametrize("start", ["spawn", "forkserver"])
 def test_processes_of_a_function_may_have_a_group_of_their_own(job, start):
     """With an address of their own, where no agent has a store: torch.multiprocessing.spawn."""
     done = job.worker("spawns", [start], env={"TORCHELASTIC_USE_AGENT_STORE": "True"})
@@ -441,24 +439,22 @@ def test_a_missing_module_is_an_import_failure(job):
     ("name", "args", "phase"),
     [
         ("import_late", ["nosuchmodule", 0], "import"),
-        pytest.param("import_late", ["broken", 0], "import", marks=pytest.mark.long),
+        ("import_late", ["broken", 0], "import"),
         ("import_late", ["broken", 7], "run"),
-        pytest.param("import_late", ["offline", 0], "run", marks=pytest.mark.long),
+        ("import_late", ["offline", 0], "run"),
         ("command", ["{python}", "offline.py"], "run"),
-        pytest.param("command", ["{python}", "busy.py"], "run", marks=pytest.mark.long),
+        ("command", ["{python}", "busy.py"], "run"),
         ("command", ["{python}", "typo.py"], "import"),
-        pytest.param("command", ["{python}", "half.py"], "import", marks=pytest.mark.long),
+        ("command", ["{python}", "half.py"], "import"),
         ("command", ["{python}", "args.py", "--nosuch"], "import"),
-        pytest.param("command", ["{python}", "exits.py"], "run", marks=pytest.mark.long),
+        ("command", ["{python}", "exits.py"], "run"),
         ("command", ["no_such_command_anywhere"], "import"),
-        pytest.param(
-            "command", ["sh", "-c", "no_such_command_anywhere"], "import", marks=pytest.mark.long
-        ),
-        pytest.param("command", ["sh", "-c", "exit 1"], "run", marks=pytest.mark.long),
+        ("command", ["sh", "-c", "no_such_command_anywhere"], "import"),
+        ("command", ["sh", "-c", "exit 1"], "run"),
         ("import_late", ["refused", 0], "final"),
-        pytest.param("import_late", ["refused", 7], "run", marks=pytest.mark.long),
-        pytest.param("locate", ["broken"], "import", marks=pytest.mark.long),
-        pytest.param("fail", [0], "run", marks=pytest.mark.long),
+        ("import_late", ["refused", 7], "run"),
+        ("locate", ["broken"], "import"),
+        ("fail", [0], "run"),
     ],
 )
 def test_an_import_that_fails_before_the_first_step_is_an_import_failure(job, name, args, phase):
@@ -474,29 +470,11 @@ def test_an_import_that_fails_before_the_first_step_is_an_import_failure(job, na
     ("name", "args", "exit_code", "how"),
     [
         ("exit_with", [0], 0, "exited with code 0 before its function returned"),
-        pytest.param(
-            "exit_with",
-            [None],
-            0,
-            "exited with code 0 before its function returned",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "exit_with",
-            [256],
-            0,
-            "exited with code 0 before its function returned",
-            marks=pytest.mark.long,
-        ),
+        ("exit_with", [None], 0, "exited with code 0 before its function returned"),
+        ("exit_with", [256], 0, "exited with code 0 before its function returned"),
         ("exit_with", [7], 7, "exited with code 7 before its function returned"),
         ("exit_hard", [0], 0, "exited with code 0 before its function returned"),
-        pytest.param(
-            "fork_and_exit",
-            [],
-            0,
-            "exited with code 0 before its function returned",
-            marks=pytest.mark.long,
-        ),
+        ("fork_and_exit", [], 0, "exited with code 0 before its function returned"),
     ],
 )
 def test_an_exit_is_told_as_what_it_is(job, name, args, exit_code, how):
@@ -511,9 +489,7 @@ def test_an_exit_is_told_as_what_it_is(job, name, args, exit_code, how):
         assert recorded_exit_code(job.files) == exit_code and "in exit_with" in failure.traceback
 
 
-@pytest.mark.parametrize(
-    "name", ["exit_in_thread", pytest.param("fork_and_return", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("name", ["exit_in_thread", "fork_and_return"])
 def test_an_exit_that_is_not_the_workers_changes_nothing(job, name):
     """Of a thread, or of a process that the function has forked."""
     done = job.worker(name, [])

@@ -18,7 +18,7 @@ def sites_cluster() -> Iterator[FakeSlurm]:
         yield cluster
 
 
-@pytest.fixture(params=SITES)
+@pytest.fixture
 def site(request, sites_cluster, tmp_path, monkeypatch) -> Iterator[FakeSlurm]:
     """Let the product find a site's commands on PATH; its cluster is idle."""
     described, here = SITES[request.param], tmp_path / "site"

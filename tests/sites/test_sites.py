@@ -22,9 +22,18 @@ from hpc_elastic.slurm.exit_action import ExitAction
 from hpc_elastic.slurm.job_state import Phase, TaskState, Wait, remedy, wait_of
 from hpc_elastic.slurm.parsing import RESERVED
 from hpc_elastic.slurm.scheduler import Scheduler
-from sites import MOVED, SCRIPT, TIMED_OUT, Started
+from sites import MOVED, SCRIPT, SITES, TIMED_OUT, Started
+
+LONG = pytest.mark.long
 
 
+def everywhere(*by_default):
+    """Run a test at each site: at those that are not named in the long run only."""
+    sites = [name if name in by_default else pytest.param(name, marks=LONG) for name in SITES]
+    return pytest.mark.parametrize("site", sites, indirect=True)
+
+
+@everywhere("lost answers", "GPUs a user", "job_submit talks", "MinNodes")
 def test_submit(site, tmp_path):
     """A submission is one job, which its record names."""
     started = Started(tmp_path / "s", 1)
@@ -32,6 +41,7 @@ def test_submit(site, tmp_path):
     assert run_tasks.current_names(started.runs[0].load()) == site.tasks()
 
 
+@everywhere("lost answers", "reservations")
 def test_sweep(site, tmp_path):
     """Each run has its task, under the name that its record has."""
     started = Started(tmp_path / "s", 2)
@@ -51,6 +61,7 @@ def host_of(site, task) -> str:
     return site.run(["squeue", "-h", "-r", "-j", task, "-o", "%N"]).stdout.strip()
 
 
+@everywhere("cached squeue", "requeue denied")
 def test_preempt(site, tmp_path, monkeypatch):
     """A job takes the node of a task; that task, or one in its place, runs again: a record has it.
 
@@ -80,6 +91,7 @@ def test_preempt(site, tmp_path, monkeypatch):
     assert (now, again) != (task, "0")
 
 
+@everywhere("power saving", "requeue denied")
 def test_node_lost(site, tmp_path):
     """The task waits or runs again on another node."""
     started = Started(tmp_path / "s", 1)
@@ -103,11 +115,13 @@ def cancel(site, started) -> None:
     site.wait_until(lambda: not site.tasks(), "nothing is left")
 
 
+@everywhere("lost answers", "cached squeue")
 def test_cancel(site, tmp_path):
     """Nothing is left."""
     cancel(site, Started(tmp_path / "s", 1))
 
 
+@everywhere("lost answers", "job_submit talks")
 def test_resume(site, tmp_path, monkeypatch):
     """The run begins another generation, of one job that its record names."""
     started = Started(tmp_path / "s", 1)

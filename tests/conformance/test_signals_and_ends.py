@@ -11,10 +11,10 @@ WHOLE = ["--exclusive", "--nodelist=node2"]
 @pytest.mark.parametrize(
     ("line", "state", "code"),
     [
-        pytest.param("true", "COMPLETED", "0:0", marks=pytest.mark.long),
+        ("true", "COMPLETED", "0:0"),
         ("exit 3", "FAILED", "3:0"),
         ("kill -9 $$", "FAILED", "0:9"),
-        pytest.param("srun -n1 sh -c 'exit 4'", "FAILED", "4:0", marks=pytest.mark.long),
+        ("srun -n1 sh -c 'exit 4'", "FAILED", "4:0"),
     ],
 )
 def test_a_job_ends_as_its_script_does(backend, line, state, code):
@@ -48,10 +48,7 @@ def test_a_preempted_task_is_told_runs_on_in_its_grace_and_is_requeued(backend, 
     teller.wait("step", "starts 1")
 
 
-@pytest.mark.parametrize(
-    ("code", "state"),
-    [(5, "FAILED"), pytest.param(0, "COMPLETED", marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize(("code", "state"), [(5, "FAILED"), (0, "COMPLETED")])
 def test_a_task_that_ends_within_its_grace_has_ended_for_good(backend, teller, code, state):
     """Slurm does not requeue it, as if it had ended by itself; releases after 22.05 do."""
     job = backend.submit(teller.job(code), *WHOLE)

@@ -124,7 +124,14 @@ def _close_connections(server: socket.socket) -> None:
             server.accept()[0].close()
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"entry": "{}", "mac": "00"}', "\xff\xfe"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        '{"entry": "{}", "mac": "00"}',
+        *(pytest.param(text, marks=pytest.mark.long) for text in ("{}", "\xff\xfe")),
+    ],
+)
 def test_an_entry_that_does_not_verify_is_skipped_after_the_timeout(group, text):
     """A damaged entry takes its index, and costs the time of a silent leader."""
     g = group(max_nodes=1)

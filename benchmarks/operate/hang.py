@@ -82,7 +82,7 @@ def once() -> Moments:
         argv = [
             sys.executable, "script.py", "+launcher=local", "nodes=2", "nproc_per_node=1",
             f"launcher.env={{HANG_TRAIL: {trail}}}", f"launcher.agent.hang_timeout_s={AFTER_S:g}",
-            "+launcher.max_restarts=1", f"hydra.sweep.dir={folder / 'sweep'}",
+            "launcher.max_restarts=1", f"hydra.sweep.dir={folder / 'sweep'}",
         ]  # fmt: skip
         subprocess.run(
             argv, cwd=folder, check=True, timeout=_PATIENCE_S, stdin=subprocess.DEVNULL,

@@ -48,13 +48,14 @@ def main() -> None:
     from torch.optim import optimizer as torchs
 
     from hpc_elastic.agent.worker_main import _prepare_torch
+    from hpc_elastic.run.directory import RunDir
     from hpc_elastic.worker.shared_page import DIRECTORY_VARIABLE, SharedPage
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="operate-") as folder:
         os.environ |= {DIRECTORY_VARIABLE: folder, "LOCAL_RANK": "0"}
         page = SharedPage.create(Path(folder), 0)
-        _prepare_torch()
+        _prepare_torch(RunDir(Path(folder)))
         hooks = torchs._global_optimizer_post_hooks
         ours = dict(hooks)
 

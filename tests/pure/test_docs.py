@@ -45,7 +45,7 @@ output, which is no command
         ("a key, launcher.agent.cold", "launcher.agent.cold"),
         ("`python train.py nodez=4`", "nodez=4"),
         ("```python\nfrom hpc_elastic import reports\n```", "hpc_elastic.reports"),
-        ("```python\nfrom hpc_elastic import\n```", "invalid syntax"),
+        ("```python\nfrom hpc_elastic = 1\n```", "invalid syntax"),
         ("`tests/test_nothing.py`", "tests/test_nothing.py"),
         ("`slurm-sandbox upwards`", "slurm-sandbox upwards"),
     ],

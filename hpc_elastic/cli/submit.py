@@ -29,6 +29,7 @@ Examples:
   hpc-elastic submit train.py launcher=slurm nodes=1:16 launcher.partition=gpu
   hpc-elastic submit train.py -m launcher=slurm lr=0.1,0.001
   hpc-elastic submit --json train.py launcher=local nodes=2
+  hpc-elastic submit --id lr-0.1 --json train.py launcher=slurm nodes=1:16 lr=0.1
   hpc-elastic submit --dry-run train.py launcher=slurm nodes=1:16
   hpc-elastic submit --dry-run -o scripts train.py -m launcher=slurm launcher.partition=gpu,cpu
 
@@ -40,6 +41,7 @@ Examples:
   result_job the job of launcher.result_job; null without
   runs       [{"run_id", "run"}]: id and directory of each run
   pid, log   launcher=local: the process that runs the launcher, and its output
+  repeated   with --id: whether an earlier call has submitted it
 
 \b
 --dry-run --json prints one object for each batch script, in a list:
@@ -58,11 +60,20 @@ _END_S = 10.0
     "-o", "--output", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
     help="With --dry-run: write the batch scripts to this directory.",
 )  # fmt: skip
+@click.option(
+    "--id", "name", metavar="ID",
+    help="Submit once under this id: a call that is repeated prints the same, and submits nothing.",
+)  # fmt: skip
 @options.as_json
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[OVERRIDE]...")
 def submit_command(
-    dry_run: bool, output: Path | None, as_json: bool, script: str, overrides: tuple[str, ...]
+    dry_run: bool,
+    output: Path | None,
+    name: str | None,
+    as_json: bool,
+    script: str,
+    overrides: tuple[str, ...],
 ) -> int:
     """Submit the runs that `python SCRIPT OVERRIDE...` would run, and return at once.
 
@@ -76,16 +87,26 @@ def submit_command(
     With --dry-run nothing is submitted. The run directories are written, and the batch script is
     printed: `sbatch` can submit it by hand. -o writes several scripts to a directory.
 
+    With --id a call can be repeated, also after it was killed, with the same SCRIPT and overrides:
+    it submits if nothing was submitted, and waits for an earlier call that is still at work. Other
+    overrides need another id: 1 to 64 letters, digits, `.`, `_` and `-`. A call that was killed is
+    repeated on the same host.
+
     Output of SCRIPT goes to standard error. If SCRIPT fails, this command returns its exit code.
     """
+    if dry_run and name is not None:
+        raise click.UsageError("--id names a submission, and --dry-run submits nothing")
     if dry_run:
         return _render(script, overrides, output, as_json=as_json)
     if output is not None:
         raise click.UsageError("-o needs --dry-run: a submission writes no batch script to DIR")
-    with tempfile.TemporaryDirectory(prefix="hpc-elastic-") as folder:
-        report = Path(folder, "report")
-        report.touch()
-        code, submitted = _run(script, overrides, report)
+    if name is not None:
+        code, submitted = _submit_once(name, script, overrides)
+    else:
+        with tempfile.TemporaryDirectory(prefix="hpc-elastic-") as folder:
+            report = Path(folder, "report")
+            report.touch()
+            code, submitted = _run(script, overrides, report)
     if code != 0:
         return code
     if not submitted:
@@ -105,17 +126,41 @@ def submit_command(
     return 0
 
 
-def _run(script: str, arguments: Sequence[str], report: Path) -> tuple[int, list[dict[str, Any]]]:
-    """Return the exit code of a script, and its submissions; a local launcher keeps running."""
+def _submit_once(
+    name: str, script: str, overrides: Sequence[str]
+) -> tuple[int, list[dict[str, Any]]]:
+    from hpc_elastic.errors import ConfigError
+    from hpc_elastic.launcher.submission_id import submit_once
+
+    def submit(report: Path, inherited: int) -> tuple[int, list[dict[str, Any]]]:
+        return _run(script, overrides, report, [inherited])
+
+    try:
+        return submit_once(name, script, overrides, submit)
+    except ConfigError as e:
+        raise click.UsageError(str(e)) from e
+
+
+def _run(
+    script: str, arguments: Sequence[str], report: Path, inherited: Sequence[int] = ()
+) -> tuple[int, list[dict[str, Any]]]:
+    """Return the exit code of a script, and its submissions; a local launcher keeps running.
+
+    The script inherits files; its submissions are those that it adds to the report.
+    """
     from hpc_elastic.launcher import detach
+
+    num_before = len(detach.read_report(report))
 
     # without a launcher Hydra refuses the override: no training starts in the foreground
     argv = [sys.executable, script, "--multirun", *arguments, "launcher.wait=false"]
     env = {**os.environ, detach.VARIABLE: str(report)}
-    script_ = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno())
+    script_ = subprocess.Popen(
+        argv, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), pass_fds=inherited
+    )
     try:
         while script_.poll() is None:
-            submitted = detach.read_report(report)
+            submitted = detach.read_report(report)[num_before:]
             if submitted and submitted[-1]["launcher"] == "local":
                 return 0, submitted
             time.sleep(_POLL_INTERVAL_S)
@@ -123,7 +168,7 @@ def _run(script: str, arguments: Sequence[str], report: Path) -> tuple[int, list
         with suppress(subprocess.TimeoutExpired):
             script_.wait(_END_S)
         raise
-    return script_.returncode, detach.read_report(report)
+    return script_.returncode, detach.read_report(report)[num_before:]
 
 
 # ---- ``hpc-elastic run``: a command that knows nothing of this package
@@ -280,7 +325,7 @@ def dry_run(script: str, arguments: Sequence[str]) -> tuple[int, str, list[Path]
     from hpc_elastic.launcher.submit import RENDERED
 
     argv = [sys.executable, script, "--multirun", *arguments, "launcher.dry_run=true"]
-    done = subprocess.run(argv, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
     lines = done.stdout.splitlines()
     scripts = [Path(line.removeprefix(RENDERED)) for line in lines if line.startswith(RENDERED)]
     return done.returncode, done.stdout, scripts

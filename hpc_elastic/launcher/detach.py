@@ -1,9 +1,11 @@
 """Submission in the background: the launcher reports what it submitted, and the command returns.
 
 `hpc-elastic submit` starts the user's script with the path of a report file in the environment. The
-launcher appends a line to it for each submission. Runs in Slurm outlive the launcher. Runs of
-``launcher=local`` end with it, so that launcher leaves the terminal: it continues as a session of
-its own, with its output in the sweep directory. `hpc-elastic resume` uses `in_background`.
+launcher appends a line to it for each submission, and a line at each stage before that, which
+states what a killed launcher may have left (`launcher.submission_id`). Runs in Slurm outlive the
+launcher. Runs of ``launcher=local`` end with it, so that launcher leaves the terminal: it continues
+as a session of its own, with its output in the sweep directory. `hpc-elastic resume` uses
+`in_background`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,10 @@ from hpc_elastic.run.directory import Submission
 
 VARIABLE = "HPC_ELASTIC_REPORT"
 """Path of the file to which a launcher reports what it has submitted."""
+ATTEMPT, PREPARING, STARTING, STARTED, ENDED = (
+    "attempt", "preparing", "starting", "started", "ended",
+)  # fmt: skip
+"""Stages of a submission, in the order of its report; the command writes the first and the last."""
 
 
 @cache
@@ -45,7 +51,7 @@ def report_submission(
     """
     log = None
     if plan.backend == "local":
-        if os.getsid(0) == os.getpid():  # it has left the terminal already
+        if _has_left():
             return
         log = log_of(plan)
         leave_terminal(log)
@@ -58,14 +64,59 @@ def report_submission(
         "pid": os.getpid() if log is not None else None,
         "runs": [{"run_id": run_id, "run": str(path)} for run_id, path in runs.items()],
     }
+    append(file, entry)
+
+
+def report_preparing(file: Path, sweep: Path) -> bool:
+    """Report that files are written in a sweep directory; return whether they were before."""
+    line = {"stage": PREPARING, "sweep": str(sweep)}
+    if _has_left():
+        return False
+    is_known = line in read_lines(file)
+    append(file, line)
+    return is_known
+
+
+def report_starting(file: Path, plan: Plan) -> None:
+    """Report that a plan, whose files are written, is handed to Slurm or to this machine now."""
+    if _has_left():
+        return
+    is_local = plan.backend == "local"
+    line = {
+        "stage": STARTING, "sweep": str(plan.submission.parent), "launcher": plan.backend,
+        "arrays": [array.number for array in plan.arrays],
+        "result_job": bool(getattr(plan.launcher, "result_job", False)),
+        "log": str(log_of(plan)) if is_local else None, "pid": os.getpid() if is_local else None,
+    }  # fmt: skip
+    append(file, line)
+
+
+def report_started(file: Path, plan: Plan) -> None:
+    """Report that Slurm has a plan's jobs; local ones end with their launcher."""
+    if plan.backend == "slurm":
+        append(file, {"stage": STARTED})
+
+
+def append(file: Path, line: Mapping[str, Any]) -> None:
+    """Append a line to a report."""
     with file.open("a") as f:
-        f.write(json.dumps(entry) + "\n")
+        f.write(json.dumps(line) + "\n")
 
 
 def read_report(file: Path) -> list[dict[str, Any]]:
-    """Return the submissions in a report file; a line that is being written is left out."""
+    """Return the submissions in a report file."""
+    return [line for line in read_lines(file) if "runs" in line]
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Return all lines of a report file, but for one that is being written."""
     lines = file.read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _has_left() -> bool:
+    """Return whether this launcher has left its terminal: the command has its report."""
+    return os.getsid(0) == os.getpid()
 
 
 def log_of(plan: Plan) -> Path:

@@ -211,7 +211,7 @@ def submit_script(
         jobs = ArrayExecutor(script, client, flags).submit_array([task] * num_tasks)
         job_id = job_of(jobs[0].job_id)
     except SlurmCommandError as e:
-        if has_submitted_nothing(e) or (found := _look_for(files, client)) is None:
+        if has_submitted_nothing(e) or (found := look_for(files, client)) is None:
             raise
         print(f"the answer of sbatch was lost ({e}): its job is {found}", file=sys.stderr)
         job_id = found
@@ -223,7 +223,7 @@ _LOOKS_S = (1.0, 4.0, 15.0)
 """Pauses before Slurm is queried for a job; a busy controller takes a while to list it."""
 
 
-def _look_for(files: ArrayFiles, client: SlurmClient) -> str | None:
+def look_for(files: ArrayFiles, client: SlurmClient) -> str | None:
     """Return the queued job of an array whose submission was not answered; None without one."""
     for pause_s in _LOOKS_S:
         time.sleep(pause_s)

@@ -65,19 +65,25 @@ def submit(requests: Sequence[RunRequest], *, sweep: Path, name: str) -> list[Ru
     Raises HpcElasticError if nothing was submitted; if sbatch has refused it, the directories can
     be used again. The text of a KeyboardInterrupt states what has become of the runs.
     """
-    plan, specs = prepare(requests, sweep=sweep, name=name)
+    report = detach.report_file()
+    is_again = report is not None and detach.report_preparing(report, sweep)
+    plan, specs = prepare(requests, sweep=sweep, name=name, is_again=is_again)
     folders = [run.dir for run in plan.runs]
     where = location(folders, sweep)
     if plan.launcher.dry_run:
         print(plan, *(f"{RENDERED}{script}" for script in plan.scripts), where, sep="\n")
         return []
+    if report is not None:
+        detach.report_starting(report, plan)
     with withdrawn_if_refused(plan):
         jobs = start(plan)
     with released_on_failure(jobs):
+        if report is not None:
+            detach.report_started(report, plan)
         by_id = dict(zip((spec.run_id for spec in specs), folders, strict=True))
         registry.add(by_id)
         handles = handles_of(plan, specs, jobs)
-        if (report := detach.report_file()) is not None:
+        if report is not None:
             detach.report_submission(report, plan, by_id, jobs)
         elif not is_awaited(plan.launcher):
             print(plan, where, jobs.release(), sep="\n")
@@ -150,9 +156,12 @@ def ended_by_interrupt() -> Iterator[None]:
 
 
 def prepare(
-    requests: Sequence[RunRequest], *, sweep: Path, name: str
+    requests: Sequence[RunRequest], *, sweep: Path, name: str, is_again: bool = False
 ) -> tuple[Plan, list[RunSpec]]:
     """Plan the runs of one sweep directory, and write all their files.
+
+    ``is_again``: a launcher of the same submission was killed before it submitted them, and its
+    files are replaced.
 
     Raises ConfigError as `lay_out` and `query_terms` do, or if a setting cannot be written.
     Raises RunDirectoryError if a run directory cannot be written or holds another run, and
@@ -162,7 +171,8 @@ def prepare(
     _note_secrets([override for request in requests for override in request.overrides])
     if flags := lost_flags(sys.flags.optimize, sys.warnoptions, os.environ):
         print(f"{flags}: workers have no flags of this Python, but its variables", file=sys.stderr)
-    remove_rendered([request.dir for request in requests], sweep / SUBMISSION)
+    dirs = [request.dir for request in requests]
+    remove_rendered(dirs, sweep / SUBMISSION, of_any=is_again)
 
     def prepare_again() -> tuple[Plan, list[RunSpec]]:
         plan = lay_out(requests, sweep / SUBMISSION)
@@ -444,8 +454,8 @@ def _require_links(folder: Path) -> None:
             raise RunDirectoryError(f"{why}, by which agents elect their leader; {remedy}") from e
 
 
-def remove_rendered(dirs: Sequence[Path], submission: Path) -> None:
-    """Remove the files of a dry run, of runs that are prepared again.
+def remove_rendered(dirs: Sequence[Path], submission: Path, *, of_any: bool = False) -> None:
+    """Remove the files of a dry run, of runs that are prepared again; with ``of_any``, of any call.
 
     An array is removed if all its runs are among them, and no task of it has ever started: the
     tasks of a script that is submitted by hand record its job id. A task of it that still waits in
@@ -455,7 +465,8 @@ def remove_rendered(dirs: Sequence[Path], submission: Path) -> None:
         if array.job_id is not None or not array.tasks.exists():
             continue
         runs = {RunDir(path) for path in array.run_dirs()}
-        if runs <= {RunDir(path) for path in dirs} and all(map(_was_dry_run, runs)):
+        is_ours = runs <= {RunDir(path) for path in dirs}
+        if is_ours and (of_any or all(map(_was_dry_run, runs))):
             array.withdraw()
 
 

@@ -89,8 +89,20 @@ def test_who_submits_is_told_what_to_do_next(call, tmp_path):
 
 def test_a_launcher_that_can_not_tell_what_it_has_started_ends_it(call, tmp_path):
     """Nobody would know of it."""
-    report = {detach.VARIABLE: str(tmp_path / "missing" / "report")}
-    done = call("train.py", "+launcher.env.PLOT=hang", **report)
+    report = tmp_path / "reports" / "report"
+    report.parent.mkdir()
+    report.touch()
+    loses_it = """
+submit = local.submit
+def submit_and_lose(plan):
+    jobs = submit(plan)
+    shutil.rmtree("reports")
+    return jobs
+local.submit = submit_and_lose
+"""
+    script = SCRIPT.replace("@hydra.main", f"import shutil{loses_it}\n@hydra.main")
+    (tmp_path / "train.py").write_text(script)
+    done = call("train.py", "+launcher.env.PLOT=hang", **{detach.VARIABLE: str(report)})
     assert done.returncode == 1
     submission = tmp_path / "out" / ".hpc_elastic"
     log = (submission / "launcher-0.log").read_text()

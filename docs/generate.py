@@ -19,10 +19,13 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import click
 
-from hpc_elastic.cli.main import program
+from hpc_elastic import errors
+from hpc_elastic.cli.main import error_code, program
 from hpc_elastic.config import schema
 from hpc_elastic.config.timeouts import ORDER
+from hpc_elastic.report.log_files import NothingSelectedError
 from hpc_elastic.report.node_time import Interval, NodeTime, Size
+from hpc_elastic.report.page import ReportLibraryError
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.report.report import VERSION as REPORT_VERSION
 from hpc_elastic.report.report import (
@@ -322,7 +325,17 @@ def cli_page() -> str:
         command = program.get_command(root, name)
         assert command is not None
         out += [f"## {name}\n", _help(click.Context(command, root, info_name=name))]
-    return "\n".join(out)
+    return "\n".join([*out, _CLI_ERRORS, *_error_rows(), ""])
+
+
+def _error_rows() -> Iterator[str]:
+    """Yield a row for each class of errors that commands print with --json."""
+    for error in (*vars(errors).values(), NothingSelectedError, ReportLibraryError):
+        if isinstance(error, type) and issubclass(error, errors.HpcElasticError):
+            is_own = issubclass(error, errors.ConfigError)
+            meaning = (error.__doc__ or "").splitlines()[0].replace("``", "`")
+            remedy = "of the setting that `key` names" if is_own else error.remedy
+            yield f"| `{error_code(error.__name__)}` | {meaning} | {remedy} |"
 
 
 def _help(context: click.Context) -> str:
@@ -336,6 +349,26 @@ This page is the `--help` of `hpc-elastic` and of each of its commands.
 
 <!-- Written by `python docs/generate.py` from hpc_elastic/cli. -->
 """
+_CLI_ERRORS = """## Errors with --json
+
+A command that fails prints an object on standard output, and its message on standard error:
+
+```json
+{"error": {"code": "config-error", "message": "nodes=0: ...", "key": "nodes", "remedy": "..."}}
+```
+
+- `code`: the class of the error, as in `hpc_elastic.errors`.
+- `key`: the setting or argument that was refused, or null.
+- `remedy`: what to do about the setting, or about errors of the class; the message may name more.
+
+The exit code is as without `--json`. The message for an unknown option, and for a script that has
+failed, is on standard error only.
+
+| code | meaning | remedy |
+|---|---|---|
+| `usage-error` | The arguments are wrong, and nothing was done (exit code 2). | the --help of the \
+command describes its arguments |
+| `os-error` | The system has refused a file. | check the path and its permissions |"""
 
 
 PAGES = {

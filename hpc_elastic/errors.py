@@ -52,7 +52,12 @@ class HpcElasticError(Exception):
 
     Its text may quote what a worker or a stranger has written to a run's files; since Python shows
     it on a terminal, it has no control characters.
+
+    Attributes:
+        remedy: What to do about errors of this class; the text may name more.
     """
+
+    remedy = "do what the message says; `hpc-elastic doctor` checks the cluster"
 
     def __str__(self) -> str:
         return cleaned_lines(super().__str__(), colours=False)
@@ -95,21 +100,31 @@ class InexactError(ConfigError):
 class SubmissionError(HpcElasticError):
     """The run could not be handed to the scheduler; nothing was started."""
 
+    remedy = "mend what the message names, and submit again"
+
 
 class RunDirectoryError(HpcElasticError, OSError):
     """A run directory is missing, unwritable, or was not made by hpc_elastic."""
+
+    remedy = "give a run directory, or an id of `hpc-elastic list`"
 
 
 class DamagedFileError(RunDirectoryError, ValueError):
     """A file of a run does not hold what it should."""
 
+    remedy = "restore the file from a copy, or submit a new run"
+
 
 class UntrustedRunError(RunDirectoryError):
     """A run belongs to another user, or others may write it, so that they would decide."""
 
+    remedy = "if you trust all users who may write to it, repeat the command with --trust"
+
 
 class SlurmError(HpcElasticError):
     """Base of what goes wrong between us and Slurm."""
+
+    remedy = "see whether Slurm answers on this host (`scontrol ping`), and repeat the command"
 
 
 class SlurmEnvironmentError(SlurmError, ValueError):
@@ -136,9 +151,13 @@ class SlurmCommandError(SlurmError):
 class LocalQueueError(HpcElasticError):
     """The launcher of ``launcher=local`` has ended, or does not do what it is asked."""
 
+    remedy = "call it on the launcher's host; `hpc-elastic resume` continues a run without one"
+
 
 class CheckpointError(HpcElasticError):
     """Base of what goes wrong with checkpoints."""
+
+    remedy = "`hpc-elastic verify` lists the checkpoints of a run, and what is wrong with them"
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):

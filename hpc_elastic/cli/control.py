@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,11 +68,12 @@ def cancel_command(run: Path, yes: bool, wait_s: float | None, as_json: bool) ->
     if done is not None:
         options.print_json(target.to_json(None)) if as_json else print(done)
         return 0
+    asks = not yes and options.has_terminal()
     question = f"Cancel {target.spec.run_id}: {target}?"
-    if not yes and not sys.stdin.isatty() and click.get_current_context().meta[options.NAMED_LAST]:
+    if not yes and not asks and click.get_current_context().meta[options.NAMED_LAST]:
         remedy = f"add --yes, or give the run's id ({target.spec.run_id})"
         raise click.UsageError(f"cancel last asks, and there is no terminal: {remedy}")
-    if not yes and sys.stdin.isatty() and not click.confirm(question, err=True):
+    if asks and not click.confirm(question, err=True):
         click.echo("not cancelled", err=True)
         if as_json:
             options.print_json(target.to_json(None))

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -35,7 +37,7 @@ may write, unless --trust is given.
 Exit codes:
   0    success
   1    an error: the message is on standard error, and with --json also on
-       standard output, as an object with the key error. Or:
+       standard output: {"error": {"code", "message", "key", "remedy"}}. Or:
          wait; status --watch; logs, events --follow
                   a run has not succeeded
          logs     there is no output
@@ -119,6 +121,30 @@ def _run(argv: Sequence[str] | None) -> int:
     return code if code >= 0 else _SIGNALLED - code
 
 
+def _error_json(error: Exception) -> dict[str, Any]:
+    """Return an error as JSON; its code is the name of its class, or ``os-error``.
+
+    A wrong argument is the error that has found it, or a ``usage-error``.
+    """
+    if isinstance(error, click.ClickException) and isinstance(error.__cause__, HpcElasticError):
+        error = error.__cause__
+    if isinstance(error, HpcElasticError):
+        name, message, remedy = type(error).__name__, str(error), error.remedy
+    elif isinstance(error, OSError):
+        name, message, remedy = "OSError", _message(error), "check the path and its permissions"
+    else:
+        assert isinstance(error, click.ClickException)
+        name, message = "UsageError", error.format_message()
+        remedy = "the --help of the command describes its arguments"
+    key = getattr(error, "key", None)
+    return {"error": {"code": error_code(name), "message": message, "key": key, "remedy": remedy}}
+
+
+def error_code(name: str) -> str:
+    """Return the code of a class of errors by its name, such as ``config-error`` (pure)."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", name).lower()
+
+
 def _message(error: HpcElasticError | OSError) -> str:
     if isinstance(error, HpcElasticError):
         return str(error)
@@ -146,9 +172,9 @@ class _Program(click.Group):
         """Run the command; with ``--json`` an error is printed as JSON too."""
         try:
             code = super().invoke(ctx)
-        except (HpcElasticError, OSError) as e:
+        except (HpcElasticError, OSError, click.ClickException) as e:
             if ctx.meta.get(options.JSON) and not isinstance(e, BrokenPipeError):
-                click.echo(json.dumps({"error": _message(e)}))
+                click.echo(json.dumps(_error_json(e)))
             raise
         try:
             sys.stdout.flush()  # a full disk fails here, where it has an exit code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta
@@ -161,6 +162,11 @@ trust = click.option(
     "--trust", is_flag=True, is_eager=True, expose_value=False, callback=_note_trust,
     help="Act on a run of another user, or that others may write, all the same.",
 )  # fmt: skip
+
+
+def has_terminal() -> bool:
+    """Return whether a question can be answered: standard input is a terminal."""
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def print_json(value: Any) -> None:

@@ -109,7 +109,7 @@ def read_report(file: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return all lines of a report file, but for one that is being written."""
+    """Return all lines of a report file; one that is being written is left out."""
     lines = file.read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 

@@ -15,7 +15,12 @@ import hpc_elastic
 from arrays import GONE, run_of, write_table
 from hpc_elastic.cli.main import main
 from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings
-from hpc_elastic.errors import ConfigError, RunDirectoryError, WorkerGroupError
+from hpc_elastic.errors import (
+    ConfigError,
+    RunDirectoryError,
+    SlurmCommandError,
+    WorkerGroupError,
+)
 from hpc_elastic.launcher import local
 from hpc_elastic.launcher.plan import RunRequest, make_plan
 from hpc_elastic.launcher.submit import write
@@ -247,6 +252,7 @@ def test_wait_tells_scripts_how_runs_ended(sweep, capsys):
         (["status", "nowhere"], 1),
         (["status", "nowhere", "--json"], 1),
         (["status"], 2),
+        (["list", "--json", "--limit", "0"], 2),
         (["status", "last", "--jason"], 2),
         (["list", "--limit", "0"], 2),
         ([], 2),
@@ -257,8 +263,12 @@ def test_exit_codes_are_as_the_help_says(argv, code, capsys):
     assert main(argv) == code
     out, err = capsys.readouterr()
     assert bool(err) == (code != 0)
-    if code == 1:
-        assert (list(json.loads(out)) == ["error"]) if "--json" in argv else out == ""
+    if code and "--json" in argv:
+        (error,) = json.loads(out).values()
+        assert error["code"] == {1: "run-directory-error", 2: "usage-error"}[code]
+        assert error["message"] in err and error["remedy"] and error["key"] is None
+    elif code == 1:
+        assert out == ""
     main(["--help"])
     assert re.search(rf"^    {code}  +\w", capsys.readouterr().out, re.MULTILINE)
 
@@ -383,3 +393,41 @@ def test_an_unknown_run_is_answered_with_the_near_one(tmp_path, monkeypatch, cap
     (tmp_path / "file").touch()
     assert main(["logs", str(tmp_path / "file")]) == 1
     assert "is not a directory; give a run directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "key", "remedy"),
+    [
+        (ConfigError("nodes", 0, "give one or more"), "config-error", "nodes", "give one or more"),
+        (SlurmCommandError(["squeue"], 1, "down"), "slurm-command-error", None, "scontrol ping"),
+        (FileNotFoundError(2, "none", "f"), "os-error", None, "check the path"),
+    ],
+)
+def test_an_error_has_a_code_and_a_remedy_as_json(error, code, key, remedy, monkeypatch, capsys):
+    """Its text is on standard error too."""
+
+    def fail():
+        raise error
+
+    monkeypatch.setattr("hpc_elastic.cli.status.registry.newest_first", fail)
+    assert main(["list", "--json"]) == 1
+    out, err = capsys.readouterr()
+    (told,) = json.loads(out).values()
+    assert (told["code"], told["key"]) == (code, key) and remedy in told["remedy"]
+    assert told["message"] in err
+
+
+@pytest.mark.parametrize("argv", [["prune", "last", "--keep-last", "0"], ["prune", "last"]])
+def test_nothing_is_asked_without_a_terminal(argv, tmp_path, monkeypatch):
+    """The option that confirms it is named."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    run = run_of(tmp_path, "7", [(0, 0), (0, 1)], "mine")
+    registry.add({"mine": run.path})
+    done = subprocess.run(
+        [sys.executable, "-m", "hpc_elastic", *argv], cwd=tmp_path, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 2 and ("--yes" in done.stderr or "--keep-last" in done.stderr)
+    assert not run.cancelled.exists()

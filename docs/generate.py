@@ -353,7 +353,7 @@ _CLI_ERRORS = """## Errors with --json
 
 A command that fails prints an object on standard output, and its message on standard error:
 
-```json
+```text
 {"error": {"code": "config-error", "message": "nodes=0: ...", "key": "nodes", "remedy": "..."}}
 ```
 

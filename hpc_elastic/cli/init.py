@@ -17,6 +17,7 @@ from hpc_elastic.slurm.client import SiteClient
 from hpc_elastic.slurm.parsing import NodeKind, Partition, gpus_of_each
 
 _START = ("train.py", "conf/config.yaml")
+_SKILL = Path(".agents", "skills", "hpc-elastic", "SKILL.md")
 _RESERVED = ("slurm", "local")
 
 _EPILOG = """
@@ -25,23 +26,34 @@ Files, all in the current folder; an existing one is never replaced without --fo
   CONFIG/launcher/NAME.yaml    the cluster: `launcher=NAME` chooses it. CONFIG is the folder of the
                                config of the scripts here (@hydra.main(config_path=...))
   train.py, conf/config.yaml   a whole elastic training, if no script with @hydra.main is here
+  .agents/skills/hpc-elastic/SKILL.md
+                               with --agents, and only this file: how coding agents submit, watch
+                               and end runs. Some agents look elsewhere, such as .claude/skills:
+                               link the folder there
 
 \b
 Examples:
   hpc-elastic init                      with the name and the default partition of the cluster
   hpc-elastic init big --partition gpu
+  hpc-elastic init --agents             a skill for coding agents that use hpc-elastic here
 """
 
 
 @click.command(epilog=_EPILOG)
 @click.argument("name", required=False, metavar="[NAME]")
 @click.option("--partition", metavar="NAME", help="Default: the cluster's default partition.")
-@click.option("--force", is_flag=True, help="Replace an existing cluster file.")
-def init_command(name: str | None, partition: str | None, force: bool) -> int:
+@click.option("--agents", is_flag=True, help="Write a skill for coding agents, and nothing else.")
+@click.option("--force", is_flag=True, help="Replace an existing cluster file, or skill.")
+def init_command(name: str | None, partition: str | None, agents: bool, force: bool) -> int:
     """Write a cluster file after querying Slurm, and a script to start from if there is none.
 
     Where Slurm does not answer, only the script is written.
     """
+    if agents:
+        if name is not None or partition is not None:
+            raise click.UsageError("--agents writes no cluster file: give no NAME or --partition")
+        click.echo(_write_skill(force=force))
+        return 0
     script, folder, launcher = _find_script(Path())
     if script is None:
         script, written = _START[0], ", ".join(_write_start(Path()))
@@ -109,6 +121,19 @@ def _write_start(place: Path) -> Sequence[str]:
             shutil.copy(_util.folder("examples") / "start" / name, place / name)
             written.append(name)
     return written
+
+
+def _write_skill(*, force: bool) -> str:
+    """Write the skill for coding agents; return what was done."""
+    text = (_util.folder("examples") / "start" / _SKILL.name).read_text()
+    if _SKILL.exists():
+        if _SKILL.read_text(errors="replace") == text:
+            return f"{_SKILL} is up to date"
+        if not force:
+            raise HpcElasticError(f"{_SKILL} is there with another content: --force replaces it")
+    _SKILL.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(_SKILL, text)
+    return f"wrote {_SKILL}"
 
 
 # ---- the cluster file

@@ -1,10 +1,16 @@
 """`hpc-elastic init`: the cluster file, and which script it finds."""
 
+import re
+
+import click
 import pytest
 import yaml
 
+from doc_pages import typed_lines
+from helps import help_of, not_in_help
+from hpc_elastic._util import folder
 from hpc_elastic.cli.init import cluster_file
-from hpc_elastic.cli.main import main
+from hpc_elastic.cli.main import main, program
 from hpc_elastic.slurm.parsing import NodeKind, Partition
 
 
@@ -63,3 +69,36 @@ def test_a_cluster_file_holds_what_slurm_reports():
     assert rows[1][1:] == ["gpu", "*", "16", "64-96", "4", "1", "d", "requeue", "30", "s"]
     assert rows[2][1:6] == ["cpu", "4", "-", "no", "limit"]
     assert "gpus" not in cluster_file("big", "", partitions, kinds, partitions[1])
+
+
+def test_the_skill_for_agents_is_written_and_not_replaced(place, capsys):
+    """It has the front matter of a skill; another content stays, unless --force is given."""
+    skill = place / ".agents" / "skills" / "hpc-elastic" / "SKILL.md"
+    assert main(["init", "--agents"]) == 0
+    assert f"wrote {skill.relative_to(place)}" in capsys.readouterr().out
+    text = skill.read_text()
+    front = yaml.safe_load(text.split("---")[1])
+    assert front["name"] == skill.parent.name and set(front) == {"name", "description"}
+    assert main(["init", "--agents"]) == 0
+    assert "is up to date" in capsys.readouterr().out
+    skill.write_text("mine")
+    assert main(["init", "--agents"]) == 1
+    assert "--force replaces it" in capsys.readouterr().err and skill.read_text() == "mine"
+    assert main(["init", "--agents", "--force"]) == 0
+    assert skill.read_text() == text
+    assert main(["init", "big", "--agents"]) == 2
+    assert [path.name for path in place.iterdir()] == [".agents"]
+
+
+def test_the_options_and_keys_that_the_skill_names_are_there():
+    """Its command lines are parsed with those of the documentation; here, what its text names."""
+    text = (folder("examples") / "start" / "SKILL.md").read_text()
+    for option in set(re.findall(r"`(--[a-z-]+)`", text)):
+        assert any(option in help_of(name) for name in ("submit", "cancel", "prune")), option
+    for name, keys in {
+        "status": ("phase", "warnings", "ended", "failure", "queued", "lost", "unknown"),
+        "submit": ("repeated",),
+    }.items():
+        assert not not_in_help(name, dict.fromkeys(keys)) and all(key in text for key in keys)
+    command = {word for line in typed_lines(text) for word in line.split()[1:2]}
+    assert command <= set(program.list_commands(click.Context(program)))

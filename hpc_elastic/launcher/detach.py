@@ -98,9 +98,11 @@ def report_started(file: Path, plan: Plan) -> None:
 
 
 def append(file: Path, line: Mapping[str, Any]) -> None:
-    """Append a line to a report."""
-    with file.open("a") as f:
-        f.write(json.dumps(line) + "\n")
+    """Append a line to a report, also behind one that a killed process has left unfinished."""
+    with file.open("ab+") as f:
+        f.seek(max(0, f.seek(0, os.SEEK_END) - 1))
+        separator = b"" if f.read() in (b"", b"\n") else b"\n"
+        f.write(separator + json.dumps(line).encode() + b"\n")
 
 
 def read_report(file: Path) -> list[dict[str, Any]]:
@@ -109,9 +111,13 @@ def read_report(file: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return all lines of a report file; one that is being written is left out."""
-    lines = file.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """Return all lines of a report file; one that is being written, or never was, is left out."""
+    found = []
+    for line in file.read_text().splitlines(keepends=True):
+        with suppress(ValueError):
+            if line.endswith("\n"):
+                found.append(json.loads(line))
+    return found
 
 
 def _has_left() -> bool:

@@ -45,6 +45,7 @@ from hpc_elastic.slurm.client import SlurmClient
 
 _FORM = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _POLL_S = 0.1
+_INTERRUPTED = 130
 
 Report = list[dict[str, Any]]
 
@@ -56,7 +57,7 @@ class Next(Enum):
     REPEAT = "all was submitted: print it again"
     WAIT = "an earlier call is at work"
     ADOPT = "the launcher ended before its report: look for what it has submitted"
-    REFUSE = "a part was submitted"
+    REFUSE = "a part was submitted, or all"
 
 
 def decide(report: Report, *, is_over: bool) -> Next:
@@ -162,11 +163,16 @@ def submit_once(
                 if adopted is not None:
                     detach.append(own.report, adopted)
             if step is Next.REFUSE:
-                raise _refusal(name, report, "only a part of its runs was submitted")
+                why = "its script ended early, after it had submitted runs, perhaps not all"
+                raise _refusal(name, report, why)
             if step is Next.SUBMIT:
                 assert inherited is not None
                 detach.append(own.report, {"stage": detach.ATTEMPT})
-                code, submitted = submit(own.report, inherited)
+                try:
+                    code, submitted = submit(own.report, inherited)
+                except KeyboardInterrupt:  # the script has taken back what it had started
+                    detach.append(own.report, {"stage": detach.ENDED, "exit_code": _INTERRUPTED})
+                    raise
                 detach.append(own.report, {"stage": detach.ENDED, "exit_code": code})
                 return code, [{**entry, "repeated": False} for entry in submitted]
             if step is Next.REPEAT:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from hpc_elastic.launcher.detach import append, read_lines
 from hpc_elastic.launcher.submission_id import Next, decide
 
 BEGIN, PREPARING = {"stage": "attempt"}, {"stage": "preparing", "sweep": "/s"}
@@ -46,3 +47,16 @@ def test_a_call_that_is_at_work_is_waited_for(report):
     assert decide(report, is_over=False) is Next.WAIT
     assert decide([BEGIN, STARTING, LOCAL], is_over=False) is Next.REPEAT
     assert decide([BEGIN, STARTED, SLURM, ended(0)], is_over=False) is Next.REPEAT
+
+
+def test_a_line_that_was_never_finished_spoils_no_other(tmp_path):
+    """Its writer was killed; the next line stands behind it."""
+    file = tmp_path / "report"
+    file.touch()
+    append(file, BEGIN)
+    with file.open("a") as f:
+        f.write('{"stage": "star')
+    assert read_lines(file) == [BEGIN]
+    append(file, PREPARING)
+    append(file, SLURM)
+    assert read_lines(file) == [BEGIN, PREPARING, SLURM]

@@ -12,6 +12,8 @@ from group import eventually
 from test_detach import FAKE_TASK, QUICK, ROOT, await_end
 
 from helps import not_in_help
+from hpc_elastic.launcher import detach
+from hpc_elastic.launcher.submission_id import submit_once
 
 DEADLINE_S = 60.0
 SCRIPT = f"""
@@ -222,3 +224,19 @@ def test_a_call_at_work_is_waited_for(on_slurm):
     told = [json.loads(on_slurm.output("out", number).read_text())[0] for number in (1, 2)]
     assert sorted(entry.pop("repeated") for entry in told) == [False, True]
     assert told[0] == told[1] and len(jobs(on_slurm)) == 1
+
+
+def test_an_interrupted_call_may_submit_again(tmp_path, monkeypatch):
+    """Its launcher has taken back what it had started."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+    def interrupt(report, inherited):
+        detach.append(report, {"stage": "starting", "sweep": "/s"})
+        raise KeyboardInterrupt
+
+    told = {"launcher": "slurm", "runs": []}
+    with pytest.raises(KeyboardInterrupt):
+        submit_once("one", "train.py", [], interrupt)
+    assert submit_once("one", "train.py", [], lambda *_: (0, [told])) == (
+        0, [{**told, "repeated": False}],
+    )  # fmt: skip

@@ -45,6 +45,8 @@ from hpc_elastic.slurm.client import SlurmClient
 
 _FORM = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _POLL_S = 0.1
+_LOST_SBATCH_S = 120.0
+"""Longest wait for a process with a batch script as its argument, which may be no sbatch."""
 _INTERRUPTED = 130
 
 Report = list[dict[str, Any]]
@@ -234,7 +236,8 @@ def _adopt(name: str, report: Report) -> dict[str, Any] | None:
 
 def _find_lost(array: ArrayFiles) -> bool:
     """Look for the job of a batch script whose launcher was killed, and record it."""
-    while _is_submitted_now(array.script):
+    deadline = time.monotonic() + _LOST_SBATCH_S
+    while _is_submitted_now(array.script) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     client = SlurmClient(env=dict(os.environ))
     job = slurm.look_for(array, client) or client.find_job(array.script)  # raises its error

@@ -60,11 +60,13 @@ STAGES = ["script", "preparing", "written", "starting", "started", "reported"]
 
 
 SAME, OTHER = "out", "out/${now:%H-%M-%S-%f}"
-CASES = [
+ALL = [
     *((SAME, "both-", stage) for stage in STAGES),
     (OTHER, "both-", "written"), (OTHER, "both-", "started"),
     (SAME, "", "script"), (SAME, "", "starting"),
 ]  # fmt: skip
+SHOWN = (SAME, "both-", "started"), (SAME, "", "starting"), (OTHER, "both-", "written")
+CASES = [c if c in SHOWN else pytest.param(*c, marks=pytest.mark.long) for c in ALL]
 """Sweep directory, whether the launcher is killed with its command, and the moment of the kill."""
 
 
@@ -167,7 +169,8 @@ def test_a_killed_call_of_local_runs_is_repeated(local, stage, who):
 
 
 @pytest.mark.parametrize(
-    ("folder", "who", "stage"), [c for c in CASES if c[1:] != ("both-", "starting")],
+    ("folder", "who", "stage"),
+    [c for c, key in zip(CASES, ALL, strict=True) if key[1:] != ("both-", "starting")],
     indirect=["folder"],
 )  # fmt: skip
 def test_a_killed_call_of_slurm_jobs_is_repeated(on_slurm, stage, who):

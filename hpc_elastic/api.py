@@ -107,7 +107,7 @@ class Run:
     """
 
     def __init__(self, run_dir: str | Path) -> None:
-        self.run_dir = Path(run_dir).absolute()
+        self.run_dir: Path = Path(run_dir).absolute()
         self._paths.load()
 
     def __repr__(self) -> str:

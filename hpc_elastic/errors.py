@@ -141,7 +141,7 @@ class SlurmCommandError(SlurmError):
     """
 
     def __init__(self, argv: Sequence[str], exit_code: int | None, stderr: str) -> None:
-        self.argv = list(argv)
+        self.argv: list[str] = list(argv)
         self.exit_code = exit_code
         self.stderr = stderr
         how = "could not be run" if exit_code is None else f"exited with {exit_code}"
@@ -196,7 +196,7 @@ class WorkerGroupError(HpcElasticError):
         secondary_failures: Iterable[dict[str, object]] = (),
     ) -> None:
         self.failure = failure
-        self.secondary_failures = list(secondary_failures)
+        self.secondary_failures: list[dict[str, object]] = list(secondary_failures)
         super().__init__(message)
 
 

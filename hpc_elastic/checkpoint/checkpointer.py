@@ -130,8 +130,8 @@ class Checkpointer:
                 names it and the remedy.
             CheckpointError: there are several ranks, but no process group yet.
         """
-        self.failures = 0
-        self.blocked_s = 0.0
+        self.failures: int = 0
+        self.blocked_s: float = 0.0
         self._options = options or CheckpointOptions()
         if not isinstance(state, Mapping) or not state:
             raise ConfigError("state", state, 'give a mapping such as {"model": model}')

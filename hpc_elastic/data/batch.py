@@ -240,7 +240,7 @@ class GlobalBatch:
         self._virtual_ranks = virtual_ranks
         self._begun = False
         self._parts: list[MicroBatch] = []
-        self.is_complete = False
+        self.is_complete: bool = False
         """Whether all of its micro-batches have been yielded."""
 
     def micro_batches(self, *models: Any) -> Iterator[tuple[Any, float]]:

@@ -162,7 +162,7 @@ class ElasticStream(ElasticSampler):
             shuffle_buffer=shuffle_buffer if shuffle else 0,
         )
         self._plan = StreamPlan(**vars(self._plan), layout=self._layout, shards=_digest(shards))
-        self.dataset = StreamDataset(shards, read, self._layout)
+        self.dataset: StreamDataset = StreamDataset(shards, read, self._layout)
         self._has_warned = self._are_facts_compared = False
         if manager is None:
             self._require_equal_facts()  # those of the shards, too

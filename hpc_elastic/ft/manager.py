@@ -100,7 +100,7 @@ class ExceptionWithTraceback(Exception):  # noqa: N818  # torchft's name
 
     def __init__(self, e: Exception) -> None:
         self.original_exception = e
-        self.stack_trace = "".join(traceback.format_exception(e))
+        self.stack_trace: str = "".join(traceback.format_exception(e))
         super().__init__(f"{e}\n{self.stack_trace}")
 
 

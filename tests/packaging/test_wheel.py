@@ -20,12 +20,26 @@ NOT_SOURCES = shutil.ignore_patterns(
     ".*", "*.egg-info", "__pycache__", "build", "dist", "multirun", "outputs"
 )
 DISTRIBUTIONS = ("hpc_elastic_testing", "hpc_elastic_watch", "slurm_sandbox")
+LIBRARIES = {
+    "hpc_elastic": {"hpc_elastic", "hydra_plugins"},
+    "hpc_elastic_testing": {"hpc_elastic_testing"},
+    "hpc_elastic_watch": {"hpc_elastic_watch"},
+    "hpc_elastic_slurm_sandbox": {"slurm_sandbox"},
+}
+"""What each wheel installs, and nothing else: no tests, no benchmarks, no tools."""
 
 Run = Callable[..., str]
 
 
 def built(folder: Path, temporary: Path) -> Path:
-    """Build a wheel from a copy, so that no earlier build's leftovers get into it."""
+    """Build a wheel from a copy, so that no earlier build's leftovers get into it.
+
+    Where `scripts/release` has built the wheels, those are looked at.
+    """
+    if released := os.environ.get("HPC_ELASTIC_WHEELS"):
+        library = "hpc_elastic" if folder == CLONE else folder.name
+        wheels = {path.name.split("-")[0]: path for path in Path(released).glob("*.whl")}
+        return next(path for name, path in wheels.items() if library in LIBRARIES[name])
     sources = shutil.copytree(folder, temporary / "src", ignore=NOT_SOURCES)
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", str(sources)]
     subprocess.run(build, check=True, capture_output=True)
@@ -112,6 +126,19 @@ def test_a_tool_is_a_distribution_of_its_own(
     shipped = {name for name in names if "dist-info" not in name}
     files = {path for path in (folder / name).glob("*.*") if path.suffix != ".pyc"}
     assert shipped == {str(path.relative_to(folder)) for path in files}
+
+
+def test_a_wheel_has_its_licence_and_its_types_and_nothing_beside_its_library(
+    wheel: Path, tools: dict[str, Path]
+) -> None:
+    """Of the package and of each tool."""
+    for path in (wheel, *tools.values()):
+        distribution, version, _ = path.name.split("-", 2)
+        names = zipfile.ZipFile(path).namelist()
+        information = f"{distribution}-{version}.dist-info"
+        assert {name.split("/")[0] for name in names} == {*LIBRARIES[distribution], information}
+        assert f"{information}/licenses/LICENSE" in names
+        assert f"{min(LIBRARIES[distribution])}/py.typed" in names
 
 
 @pytest.mark.parametrize("name", ["testing", "watch"])

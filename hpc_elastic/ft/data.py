@@ -43,8 +43,8 @@ class DistributedSampler(TorchSampler[Any]):
     ) -> None:
         rank = dist.get_rank() if group_rank is None else group_rank
         workers = dist.get_world_size() if num_replicas is None else num_replicas
-        self.global_rank = rank + workers * replica_rank
-        self.global_world_size = workers * num_replica_groups
+        self.global_rank: int = rank + workers * replica_rank
+        self.global_world_size: int = workers * num_replica_groups
         super().__init__(
             dataset, rank=self.global_rank, num_replicas=self.global_world_size, **kwargs
         )

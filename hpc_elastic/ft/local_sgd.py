@@ -269,7 +269,9 @@ class Fragment:
         self._options = options
         self._gradients: Tensors = {}
         self._averaging: Averaging | None = None
-        self.original_parameters = {name: self._backup(p) for name, p in self._local().items()}
+        self.original_parameters: Tensors = {
+            name: self._backup(p) for name, p in self._local().items()
+        }
         manager.register_state_dict_fn(
             f"StreamingDiLoCoFragment_{number}", self._load_state_dict, self._state_dict
         )

@@ -59,7 +59,9 @@ class ParameterServer(ABC):
             OSError, RuntimeError: A port is taken.
         """
         self._host = next(iter(own_addresses()))
-        self.store = TCPStore(self._host, store_port, is_master=True, wait_for_workers=False)
+        self.store: TCPStore = TCPStore(
+            self._host, store_port, is_master=True, wait_for_workers=False
+        )
         self._path = f"/new_session/{secrets.token_hex(16)}"
         serve_session = self._serve_session
         path = self._path

@@ -314,7 +314,7 @@ class ProcessGroupDummy(ProcessGroupWrapper):
         if (rank, world) != (0, 1):
             raise ValueError(f"rank={rank}, world={world}: a dummy group is rank 0 of 1")
         super().__init__(pg=ProcessGroup(0, 1))
-        self.configure_count = 0
+        self.configure_count: int = 0
 
     def configure(self, *args: Any, **kwargs: Any) -> None:
         """Count the call."""

@@ -103,7 +103,7 @@ class ElasticCheckpoint(Checkpoint):
         Period(**period)
         if keep_last < 1:
             raise ConfigError("keep_last", keep_last, "keep at least the newest")
-        self.directory = Path(directory or default_checkpoints()).absolute()
+        self.directory: Path = Path(directory or default_checkpoints()).absolute()
         self._keep_last = keep_last
         self._period = period
         self._handler: Any = None

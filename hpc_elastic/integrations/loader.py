@@ -48,8 +48,8 @@ class ElasticLoader:
                 "create it with batch_sampler=ElasticSampler(data, global_batch_size)",
             )
         self.sampler = sampler
-        self.dataset = loader.dataset
-        self.weight = 1.0
+        self.dataset: Any = loader.dataset
+        self.weight: float = 1.0
         self.is_endless = False
         self._loader = loader
         self._parts: Iterator[tuple[Any, float]] = iter(())

@@ -138,8 +138,8 @@ class IslandDiLoCo:
         if not poll_s > 0:
             raise ConfigError("poll_s", poll_s, "give more than 0")
         self.tokens_per_step = tokens_per_step
-        self.held_up_s = 0.0
-        self.file_s = 0.0
+        self.held_up_s: float = 0.0
+        self.file_s: float = 0.0
         self._inner_optimizer = inner_optimizer
         self._sync_every = sync_every
         self._poll_s = poll_s

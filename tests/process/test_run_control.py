@@ -325,8 +325,8 @@ def test_what_can_not_be_removed_is_named(tmp_path, monkeypatch, capsys):
 def test_a_line_that_is_being_written_is_not_read_yet(tmp_path):
     """The command looks at the file while the launcher appends to it."""
     file = tmp_path / "report"
-    file.write_text('{"launcher": "slurm"}\n{"launcher": "lo')
-    assert detach.read_report(file) == [{"launcher": "slurm"}]
+    file.write_text('{"launcher": "slurm", "runs": []}\n{"launcher": "lo')
+    assert detach.read_report(file) == [{"launcher": "slurm", "runs": []}]
 
 
 def test_what_fails_in_the_background_is_told_in_front():

@@ -309,6 +309,12 @@ class ElasticAgent(LocalElasticAgent):
     def _pids_by_rank(self) -> dict[int, int]:
         return dict(self._pcontext.pids()) if self._pcontext is not None else {}
 
+    def _end_workers(self) -> None:
+        """End the processes of the workers; torch's own `_shutdown` had no time-out at first."""
+        if self._pcontext is not None:
+            self._pcontext.close(timeout=self._agent_context.settings.stop_timeout_s)
+        self._shutdown()
+
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._hangs = None
         self._saves.poll()
@@ -317,7 +323,7 @@ class ElasticAgent(LocalElasticAgent):
             if process_state(pid) == "T":  # stopped by a signal: only SIGKILL ends it in time
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        self._shutdown(timeout=self._agent_context.settings.stop_timeout_s)
+        self._end_workers()
         process_cleanup.kill_strays(self._warm_workers.pids)
         if self.pages and self._session.verdict is None:
             fields = last_step_fields(page.read() for page in self.pages.values())
@@ -393,7 +399,7 @@ class ElasticAgent(LocalElasticAgent):
         self._awaits_leader = True
         if failures:
             self._channel = self._drain = None
-            self._shutdown(timeout=self._agent_context.settings.stop_timeout_s)
+            self._end_workers()
             # those hold GPU memory, which the next worker needs
             process_cleanup.kill_strays(self._warm_workers.pids)
             self._report(failures)

@@ -130,7 +130,7 @@ def _ending_no_process() -> Iterator[None]:
 
 
 def _error_of(backend: Any) -> str | None:
-    """Return what NCCL reports, None if nothing, or if torch (2.6) does not know."""
+    """Return what NCCL reports, None if nothing, or if torch does not know."""
     get_error = getattr(backend, "get_error", None)
     found = "SUCCESS" if get_error is None else get_error().name
     return None if found == "SUCCESS" else f"NCCL reports {found}"
@@ -183,7 +183,7 @@ class NCCLGroup(LiveGroup):
             torch.cuda.current_stream().synchronize()
         self.end_error = error
         self.watchdog.stop()
-        abort = getattr(self._backend, "abort", None) or self._backend._abort  # its name in 2.6
+        abort = getattr(self._backend, "abort", None) or self._backend._abort  # its name in earlier releases
         # On a GPU that has gone, torch waits for the time-out of the group, which is far off.
         aborting = threading.Thread(target=abort, name="hpc-elastic-ft-abort", daemon=True)
         aborting.start()

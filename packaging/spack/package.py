@@ -22,7 +22,7 @@ class PyHpcElastic(PythonPackage):
     depends_on("python@3.11:", type=("build", "run"))
     depends_on("py-setuptools@77:", type="build")
 
-    depends_on("py-torch@2.6:+distributed", type=("build", "run"))
+    depends_on("py-torch@2.8:+distributed", type=("build", "run"))
     depends_on("py-submitit@1.5.3:", type=("build", "run"))
     depends_on("py-hydra-core@1.3.2:1.4", type=("build", "run"))
     depends_on("py-omegaconf@2.3:", type=("build", "run"))

@@ -183,7 +183,7 @@ class NCCLGroup(LiveGroup):
             torch.cuda.current_stream().synchronize()
         self.end_error = error
         self.watchdog.stop()
-        abort = getattr(self._backend, "abort", None) or self._backend._abort  # its name in earlier releases
+        abort = getattr(self._backend, "abort", None) or self._backend._abort
         # On a GPU that has gone, torch waits for the time-out of the group, which is far off.
         aborting = threading.Thread(target=abort, name="hpc-elastic-ft-abort", daemon=True)
         aborting.start()

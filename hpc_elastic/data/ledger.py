@@ -44,6 +44,7 @@ Two kinds of groups write:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -192,9 +193,8 @@ class Ledger:
         self._flushed_at = time.monotonic()
         self._process = os.getpid()
         self._file: int | None = None
-        self._exclusive = os.O_EXCL
-        """Until the file is created."""
         self._open()
+        atexit.register(self.flush)
 
     def write_record(self, record: LedgerSegment | TrainingEnd) -> None:
         """Write the head of a stretch, or the end of the training, at once."""
@@ -226,17 +226,14 @@ class Ledger:
                 self._open()
             while self._buffer and self._file is not None:
                 self._buffer = self._buffer[os.write(self._file, self._buffer) :]
-            if sync and self._file is not None:
-                _sync_in_background(os.dup(self._file))  # `close` may come before it has ended
         except OSError as e:
             _log.warning("%s: not written for now: %s", self._path, e)
-
-    def close(self) -> None:
-        """Write all recorded steps and close the file; a later write opens it again."""
-        self.flush()
-        file, self._file = self._file, None
-        if file is not None:
-            os.close(file)
+            return
+        if sync:
+            try:
+                threading.Thread(target=self._sync, daemon=True).start()
+            except RuntimeError:  # no thread can be started
+                self._sync()
 
     def _close_span(self) -> None:
         if self._span is not None:
@@ -245,10 +242,10 @@ class Ledger:
             self._span = None
 
     def _open(self) -> None:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | self._exclusive
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
             make_folder(self._path.parent)
-            self._file, self._exclusive = os.open(self._path, flags, 0o644), 0
+            self._file = os.open(self._path, flags, 0o644)
         except FileExistsError:
             raise ConfigError(
                 "name",
@@ -259,19 +256,10 @@ class Ledger:
         except OSError as e:
             _log.warning("%s: not opened for now: %s", self._path, e)
 
-
-def _sync_in_background(file: int) -> None:
-    """Synchronise a file, and close this descriptor of it."""
-
-    def sync() -> None:
-        with contextlib.suppress(OSError):  # a file system without sync
-            os.fdatasync(file)
-        os.close(file)
-
-    try:
-        threading.Thread(target=sync, daemon=True).start()
-    except RuntimeError:  # no thread can be started
-        sync()
+    def _sync(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # a file system without sync
+                os.fdatasync(self._file)
 
 
 Name = tuple[int, int]
@@ -415,12 +403,6 @@ class LedgerWriter:
         with self._lock:
             if self.ledger:
                 self.ledger.flush(sync=True)
-
-    def close(self) -> None:
-        """Write all recorded steps, and close the file; `record_end` may still come."""
-        with self._lock:
-            if self.ledger:
-                self.ledger.close()
 
     def flush_if_due(self) -> None:
         """Write recorded steps if `FLUSH_S` have passed."""

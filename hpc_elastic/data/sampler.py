@@ -45,7 +45,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet, finalize
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
@@ -196,7 +196,6 @@ class ElasticSampler:
         self._virtual_ranks: Any = None
         _hand_out_items()
         self._ledger = LedgerWriter(name, batch.group, is_replica=manager is not None)
-        finalize(self, self._ledger.close)  # at the exit of the process at the latest
         self._replicas = StepReplicas(manager) if manager is not None else None
         if manager is not None:
             self._unnamed = None

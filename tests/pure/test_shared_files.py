@@ -41,7 +41,8 @@ ONE_MACHINE = {
 READ_BY_THEMSELVES = {
     "shared_files.py": "the kernel's table of mounts",
     **dict.fromkeys(
-        ("slurm/local_queue.py", "slurm/environment.py", "ft/gloo.py", "launcher/local.py"),
+        ("slurm/local_queue.py", "slurm/environment.py", "ft/gloo.py", "launcher/local.py",
+         "launcher/submission_id.py"),
         "the kernel's files of processes",
     ),
     **dict.fromkeys(

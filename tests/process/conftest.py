@@ -35,3 +35,22 @@ def group(tmp_path) -> Iterator[Callable[..., Group]]:
         for session in g.sessions:
             session.leave("the test is over")
         g.threads.shutdown()
+
+
+@pytest.fixture
+def nvidia_smi_runs(tmp_path, monkeypatch) -> Callable[[str], None]:
+    """Puts a command ``nvidia-smi`` before all others, which runs a shell script."""
+
+    def install(script: str) -> None:
+        command = tmp_path / "nvidia-smi"
+        command.write_text(f"#!/bin/sh\n{script}\n")
+        command.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    return install
+
+
+@pytest.fixture
+def nvidia_smi(nvidia_smi_runs) -> Callable[[str], None]:
+    """Puts a command ``nvidia-smi`` before all others, which writes an answer."""
+    return lambda answer: nvidia_smi_runs(f"cat <<'END'\n{answer}\nEND")

@@ -378,17 +378,10 @@ def test_not_waiting_is_refused(tmp_path):
 
 
 @pytest.fixture
-def nvidia_smi(tmp_path, monkeypatch):
-    """Put a command of this name, with this answer, before all others."""
-
-    def install(answer: str) -> None:
-        command = tmp_path / "nvidia-smi"
-        command.write_text(f"#!/bin/sh\ncat <<'END'\n{answer}\nEND\n")
-        command.chmod(0o755)
-        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-        local._num_gpus.cache_clear()
-
-    yield install
+def nvidia_smi(nvidia_smi):
+    """The command, whose answer is kept for this test only."""
+    local._num_gpus.cache_clear()
+    yield nvidia_smi
     local._num_gpus.cache_clear()
 
 

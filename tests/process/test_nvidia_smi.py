@@ -8,19 +8,6 @@ TWO = "GPU 0: NVIDIA H100 (UUID: GPU-1)\nGPU 1: NVIDIA H100 (UUID: GPU-2)\n"
 LISTED = "0, GPU-aa, 81559, 4, 30\n1, GPU-bb, 81559, 4, 30\n"
 
 
-@pytest.fixture
-def nvidia_smi(tmp_path, monkeypatch):
-    """Put a command before all others that writes an answer."""
-
-    def install(answer: str) -> None:
-        command = tmp_path / "nvidia-smi"
-        command.write_text(f"#!/bin/sh\ncat <<'END'\n{answer}\nEND\n")
-        command.chmod(0o755)
-        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-
-    return install
-
-
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [

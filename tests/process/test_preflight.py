@@ -123,19 +123,6 @@ def test_a_full_shared_disk_does_not_hide_a_wrong_clock(free, tmp_path, monkeypa
     assert Preflight(tmp_path, [], shared=True).problems() == [clock]
 
 
-@pytest.fixture
-def nvidia_smi(tmp_path, monkeypatch):
-    """Put a command of this name before all others."""
-
-    def install(script: str) -> None:
-        command = tmp_path / "nvidia-smi"
-        command.write_text(f"#!/bin/sh\n{script}\n")
-        command.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-
-    return install
-
-
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
@@ -147,21 +134,21 @@ def nvidia_smi(tmp_path, monkeypatch):
         ("printf '0, GPU-aa, ERR!, 4, 0\\n'", "ERR!"),
     ],
 )
-def test_what_nvidia_smi_says(nvidia_smi, script, reason):
+def test_what_nvidia_smi_says(nvidia_smi_runs, script, reason):
     """A real process, which may fail."""
-    nvidia_smi(script)
+    nvidia_smi_runs(script)
     problem = check_gpus(["0", "1"], shared=False)
     assert (problem is None) if reason is None else (reason in problem.reason)
 
 
-def test_an_nvidia_smi_that_hangs_is_a_problem(nvidia_smi, monkeypatch):
+def test_an_nvidia_smi_that_hangs_is_a_problem(nvidia_smi_runs, monkeypatch):
     """So it does where a GPU has fallen off."""
     monkeypatch.setattr("hpc_elastic.gpus.SMI_TIMEOUT_S", 0.2)
-    nvidia_smi("exec sleep 30")
+    nvidia_smi_runs("exec sleep 30")
     assert "does not answer" in check_gpus(["0"], shared=False).reason
 
 
-def test_an_nvidia_smi_that_can_not_be_killed_is_one_too(nvidia_smi, monkeypatch):
+def test_an_nvidia_smi_that_can_not_be_killed_is_one_too(nvidia_smi_runs, monkeypatch):
     """It hangs in the driver, and the kernel does not let it go."""
     started = []
 
@@ -177,7 +164,7 @@ def test_an_nvidia_smi_that_can_not_be_killed_is_one_too(nvidia_smi, monkeypatch
 
     monkeypatch.setattr("hpc_elastic.gpus.SMI_TIMEOUT_S", 0.2)
     monkeypatch.setattr(subprocess, "Popen", Started)
-    nvidia_smi("exec sleep 15")
+    nvidia_smi_runs("exec sleep 15")
     with monkeypatch.context() as kernel:
         kernel.setattr(os, "killpg", lambda *_: None)
         before = time.monotonic()

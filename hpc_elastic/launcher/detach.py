@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -55,16 +55,33 @@ def report_submission(
             return
         log = log_of(plan)
         leave_terminal(log)
-    entry = {
-        "launcher": plan.backend,
-        "sweep": str(plan.submission.parent),
-        "job_ids": list(jobs.job_ids),
-        "result_job": jobs.result_job,
-        "log": None if log is None else str(log),
-        "pid": os.getpid() if log is not None else None,
+    entry = submission_of(
+        plan.backend, str(plan.submission.parent), jobs.job_ids, jobs.result_job, runs,
+        log=None if log is None else str(log), pid=None if log is None else os.getpid(),
+    )  # fmt: skip
+    append(file, entry)
+
+
+def submission_of(
+    launcher: str,
+    sweep: str,
+    job_ids: Sequence[str | None],
+    result_job: str | None,
+    runs: Mapping[str, Path],
+    *,
+    log: str | None,
+    pid: int | None,
+) -> dict[str, Any]:
+    """Return a submission as `hpc-elastic submit --json` prints it."""
+    return {
+        "launcher": launcher,
+        "sweep": sweep,
+        "job_ids": list(job_ids),
+        "result_job": result_job,
+        "log": log,
+        "pid": pid,
         "runs": [{"run_id": run_id, "run": str(path)} for run_id, path in runs.items()],
     }
-    append(file, entry)
 
 
 def report_preparing(file: Path, sweep: Path) -> bool:

@@ -227,11 +227,10 @@ def _adopt(name: str, report: Report) -> dict[str, Any] | None:
             print(f"{name}: there is no job of launcher.result_job", file=sys.stderr)
     if unlisted := runs.keys() - {run.run_id for run in registry.newest_first()}:
         registry.add({run_id: path for run_id, path in runs.items() if run_id in unlisted})
-    return {
-        "launcher": start["launcher"], "sweep": start["sweep"], "job_ids": job_ids,
-        "result_job": result_job, "log": start["log"], "pid": start["pid"],
-        "runs": [{"run_id": run_id, "run": str(path)} for run_id, path in runs.items()],
-    }  # fmt: skip
+    return detach.submission_of(
+        start["launcher"], start["sweep"], job_ids, result_job, runs,
+        log=start["log"], pid=start["pid"],
+    )  # fmt: skip
 
 
 def _find_lost(array: ArrayFiles) -> bool:

@@ -9,7 +9,6 @@ there, which is written last.
 
 from __future__ import annotations
 
-import logging
 import re
 import secrets
 import socket
@@ -32,8 +31,6 @@ TIMEOUT_S = 30.0
 _BLOCK_BYTES = 4 << 20
 _CONTEXT = "checkpoint copies"
 _FILE = re.compile(r"shard-\d+[A-Za-z0-9_.-]*")
-
-_log = logging.getLogger(__name__)
 
 
 def push(address: tuple[str, int], key: bytes, save: MemorySave, folder: Path, rank: int) -> None:

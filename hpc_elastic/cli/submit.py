@@ -239,7 +239,7 @@ def run_command(settings: list[str], command: list[str]) -> int:
 
     from hpc_elastic.agent import command as entry_module
     from hpc_elastic.api import launch_entry
-    from hpc_elastic.config.schema import SlurmSettings
+    from hpc_elastic.config.schema import TOP_LEVEL, SlurmSettings
     from hpc_elastic.errors import ConfigError
     from hpc_elastic.launcher.local import machine_gpus
     from hpc_elastic.launcher.user_code import search_path
@@ -270,7 +270,7 @@ def run_command(settings: list[str], command: list[str]) -> int:
         given: Any = OmegaConf.to_container(config, resolve=True)
     except (HydraException, OmegaConfBaseException) as e:
         raise ConfigError("settings", " ".join(settings), str(e).splitlines()[0]) from e
-    top = {key: given.pop(key) for key in ("nodes", "nproc_per_node", "ft") if key in given}
+    top = {key: given.pop(key) for key in TOP_LEVEL if key in given}
     run_dir, backend = given.pop("run_dir", None), given.pop("launcher", "local")
     is_one = backend == "local" and len(machine_gpus(os.environ)) < 2
     _refuse_launcher(command, {"nproc_per_node": 1 if is_one else "auto", **top})

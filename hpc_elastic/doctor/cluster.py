@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_elastic.config.resolve import put, read_override, resolve
-from hpc_elastic.config.schema import RunSettings, SlurmSettings
+from hpc_elastic.config.schema import TOP_LEVEL, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, HpcElasticError, SlurmCommandError
 from hpc_elastic.launcher.slurm import with_shell_defaults
 from hpc_elastic.run.registry import user
@@ -21,7 +21,6 @@ from hpc_elastic.slurm.client import SiteClient
 from hpc_elastic.slurm.parsing import Partition, Qos, is_nothing, parse_number
 
 _T = TypeVar("_T")
-_TOP_LEVEL = ("nodes", "nproc_per_node", "ft")
 _SHOWN = (
     *("partition", "account", "qos", "time", "gpus_per_node", "cpus_per_node", "mem"),
     *("constraint", "exclude", "exclusive", "coallocate_min", "interface"),
@@ -49,7 +48,7 @@ def parse_settings(words: Sequence[str]) -> RunSettings:
     overrides = []
     for word in words:
         short, value = read_override(word)
-        is_full = short in (*_TOP_LEVEL, "launcher") or short.startswith("launcher.")
+        is_full = short in (*TOP_LEVEL, "launcher") or short.startswith("launcher.")
         key = short if is_full else f"launcher.{short}"
         overrides.append(f"{key}={word.partition('=')[2]}")
         if key != "launcher":

@@ -161,7 +161,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class About:
-    """What a benchmark says about itself, whatever comes of it."""
+    """Title, method and limits of a benchmark, which do not depend on its result."""
 
     title: str
     measured: str

@@ -16,7 +16,7 @@ class NoAnswerError(Exception):
 
 
 def allow_files(count: int) -> None:
-    """Raise the soft limit of open files, so that so many connections fit."""
+    """Raise the soft limit of open files to the number that the connections need."""
     wanted = count + _SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard not in (resource.RLIM_INFINITY,) and hard < wanted:

@@ -18,9 +18,10 @@ OF_CONDA = {"torch": "pytorch", "prometheus-client": "prometheus_client", "xxhas
 
 
 def wanted() -> dict[str, str]:
-    """The dependencies of pyproject.toml: the bounds of each name, also those of Python."""
+    """The dependencies of pyproject.toml on each Python: the bounds of each name, and of Python."""
     project = PROJECT["project"]
-    required = [re.split(r"(?=[<>=])", d, maxsplit=1) for d in project["dependencies"]]
+    always = [d for d in project["dependencies"] if ";" not in d]
+    required = [re.split(r"(?=[<>=])", d, maxsplit=1) for d in always]
     return {"python": project["requires-python"], **{name: bounds for name, bounds in required}}
 
 

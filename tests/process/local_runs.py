@@ -31,7 +31,7 @@ class LocalRun:
         sweep = f"hydra.sweep.dir={folder / 'sweep'}"
         with self._log.open("w") as log:
             self.launcher = subprocess.Popen(
-                [sys.executable, str(script), *overrides, sweep], cwd=folder,
+                [sys.executable, str(script), "-m", *overrides, sweep], cwd=folder,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
 

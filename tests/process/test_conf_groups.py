@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import hpc_elastic
-from hpc_elastic._util import folder
+from hpc_elastic._util import folder, hydra_release
 from hpc_elastic.config.resolve import resolve
 from hpc_elastic.config.schema import LocalSettings, NodeRange, SlurmSettings
 
@@ -25,6 +25,7 @@ def main(cfg):
 
 main()
 """
+MODE = "MULTIRUN" if hydra_release() < (1, 4) else None
 WITH_CONFIG = ', config_path="conf", config_name="config"'
 
 
@@ -66,10 +67,10 @@ def test_a_script_without_any_config_gets_the_launcher(project):
 
 @pytest.mark.parametrize("backend", ["slurm", "local"])
 def test_the_group_chooses_the_hydra_launcher_and_multirun(project, backend):
-    """So that -m is optional."""
+    """So that -m is optional, where Hydra composes before it decides."""
     project.write()
     hydra = project.compose(f"+launcher={backend}", what="hydra")["hydra"]
-    assert hydra["mode"] == "MULTIRUN"
+    assert hydra["mode"] == MODE
     target = "hydra_plugins.hpc_elastic_launcher.launcher.ElasticLauncher"
     assert hydra["launcher"]["_target_"] == target
 
@@ -120,7 +121,7 @@ def test_a_site_extends_our_group_in_its_own(project):
     settings = resolve(project.compose("+launcher=mycluster", "launcher.gpus_per_node=2"))
     sbatch = {"reservation": "r"}
     assert settings.launcher == SlurmSettings(partition="gpu", gpus_per_node=2, sbatch=sbatch)
-    assert project.compose("+launcher=mycluster", what="hydra")["hydra"]["mode"] == "MULTIRUN"
+    assert project.compose("+launcher=mycluster", what="hydra")["hydra"]["mode"] == MODE
 
 
 def test_a_site_may_set_the_number_of_nodes(project):

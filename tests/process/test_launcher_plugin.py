@@ -11,6 +11,7 @@ import pytest
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig, OmegaConf
 
+from hpc_elastic._util import hydra_release
 from hpc_elastic.errors import ConfigError, HpcElasticError, WorkerGroupError
 from hpc_elastic.launcher.sweep import check_choices, hide_traceback
 
@@ -74,8 +75,11 @@ def app(tmp_path):
     (tmp_path / "config.yaml").write_text(CONFIG)
     quick = ["nodes=1", "nproc_per_node=1", "launcher.poll_interval_s=0.1"]
 
-    def run(*overrides: str, quick: list[str] = quick) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, "train.py", "+launcher=local", *quick, *overrides]
+    def run(
+        *overrides: str, quick: list[str] = quick, multirun: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        option = ["-m"] if multirun else []
+        argv = [sys.executable, "train.py", *option, "+launcher=local", *quick, *overrides]
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
         return subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True)
 
@@ -83,7 +87,7 @@ def app(tmp_path):
 
 
 def test_a_sweep_runs_and_returns_to_hydra(app, tmp_path):
-    """No -m needed; every job has a directory, frozen files, callbacks and a row in the table."""
+    """Every job has a directory, frozen files, callbacks and a row in the table."""
     done = app("lr=1,2", "nodes=1,2")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -100,6 +104,16 @@ def test_a_sweep_runs_and_returns_to_hydra(app, tmp_path):
     specs = [json.loads((tmp_path / f"out/{n}/run.json").read_text()) for n in range(4)]
     assert [spec["settings"]["nodes"] for spec in specs] == ["1", "1", "2", "2"]
     assert specs[0]["entry"]["script"] == str(tmp_path / "train.py")
+
+
+def test_multirun_is_optional_where_the_group_can_choose_it(app, tmp_path):
+    """Hydra 1.4 decides before it composes: there, one sentence asks for -m."""
+    done = app("launcher.dry_run=true", multirun=False)
+    assert (tmp_path / "out").exists() == (hydra_release() < (1, 4))
+    if hydra_release() < (1, 4):
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode == 1 and "add -m" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_nobody_else_can_read_the_workers_variables(app, tmp_path):
@@ -223,7 +237,7 @@ def test_a_launcher_that_would_have_no_effect_is_refused(app, tmp_path, override
     (tmp_path / "hydra_plugins").mkdir()
     (tmp_path / "hydra_plugins" / "own.py").write_text(OWN_SWEEPER)
     (tmp_path / "config.yaml").write_text("lr: 0.1\n")
-    done = app(*overrides, quick=[])
+    done = app(*overrides, quick=[], multirun="hydra.mode=RUN" not in overrides)
     assert done.returncode == 1 and "runs in workers only" not in done.stderr
     assert f"launcher=local has no effect: {message}" in done.stderr, done.stderr
 

@@ -164,7 +164,7 @@ class Env:
     def watch_lost_member(
         self, lost: Worker, silent_s: float = 0.0, *, is_node_silent: bool = False
     ) -> None:
-        """Check that a lost member does not hold up those of other groups for long.
+        """Check that a lost member does not hold up others for long.
 
         Args:
             lost: It is dead, or stopped.
@@ -175,13 +175,17 @@ class Env:
         if quorum_id == NO_QUORUM or keeper is None or lost.link is not lost.group.link_of(lost):
             return
         since, cuts, stopped_since = self.world.now, self.num_cuts, lost.stopped_since
-        servers = [n.server for n in lost.group.nodes if n.server is not None]
+        servers = {g: [n.server for n in g.nodes if n.server is not None] for g in self.groups}
         is_cut = self.network.is_any_cut([keeper.host, *(n for g in self.groups for n in g.nodes)])
-        if lost.group.up_since > since or is_cut or not servers[0].process.alive:
+        if lost.group.up_since > since or is_cut or not servers[lost.group][0].process.alive:
             return  # only a time-out of the network shows that
-        waiting = [w for g in self.groups if g is not lost.group for w in g.workers]
+        waiting = [w for g in self.groups for w in g.workers]
+
+        def is_silent(group: Group) -> bool:
+            return any(server.is_silent for server in servers[group])
 
         def is_held_up(worker: Worker) -> bool:
+            is_own = worker.group is lost.group
             return (
                 worker.process.alive
                 and not worker.process.paused
@@ -189,6 +193,7 @@ class Env:
                 and worker.steps.quorum_id == quorum_id
                 and worker.doing in (Doing.CONFIGURING, Doing.HEALING, Doing.REDUCING)
                 and worker.group.up_since <= since
+                and (is_own or not is_silent(worker.group))
             )
 
         def check() -> None:
@@ -196,7 +201,7 @@ class Env:
                 return
             if lost.stopped_since != stopped_since:
                 return  # it has continued
-            if not is_node_silent and any(server.is_silent for server in servers):
+            if not is_node_silent and is_silent(lost.group):
                 return  # a node has been lost since
             held_up = [w.name for w in waiting if is_held_up(w)]
             self.monitor.check(not held_up, "a lost member holds up others", lost.name, held_up)

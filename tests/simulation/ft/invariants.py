@@ -163,8 +163,9 @@ class State:
 # Votes       A group of several workers commits a step only with the votes of all its ranks on all
 #             nodes; all ranks that commit it have the same step and version, and all are in the
 #             same step of the same quorum whenever they meet in a collective of the group.
-# Held up     A member that is dead, stopped, or on a lost node holds the other groups up no longer
-#             than it takes to detect that.
+# Held up     A member that is dead, stopped, or on a lost node holds the others up, those of its
+#             own group too, no longer than it takes to detect that. Members of a group that has
+#             lost another node silently wait until that is detected.
 # Corruption  Where most members have states without a flipped bit, a check finds and names all the
 #             others, and none of them. A corrupted member that heals has the majority's state.
 # Patience    No sound worker gives up waiting for a quorum, whatever lasts for minutes elsewhere.

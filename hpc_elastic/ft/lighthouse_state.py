@@ -45,9 +45,9 @@ A new lighthouse
 It knows only which groups are dead for certain. Its ids start with its term. Members report the
 quorum they are in (`ReplicaStatus`), and it continues as if it had formed that: the newest, if they
 differ. A proposal of the lighthouse before may have been confirmed to some members and not to
-others. So none is withdrawn before all members have connected and answered a question: a member
-with a confirmation does not answer, but requests at its step. Then the others are asked to do so at
-the same step; only if one is past it the quorum is aborted.
+others. So none is withdrawn before all members have connected and answered a question, or had the
+time to: a member with a confirmation names its step, or requests there. Then the others are asked
+to do so at the same step; only if one is past it the quorum is aborted.
 """
 
 from __future__ import annotations
@@ -229,11 +229,12 @@ class LighthouseState:
             return self._abort_quorum(f"another process has started as {replica}")
         return self._follow_request(now) if self._is_complete else []
 
-    def _follow_request(self, now: float) -> list[ReplicaMessage]:
-        """Switch where members request: an earlier lighthouse must have confirmed that step."""
+    def _follow_request(self, now: float, confirmed_step: int = 0) -> list[ReplicaMessage]:
+        """Switch where members request, or will: an earlier lighthouse has confirmed that step."""
         active, switch = self._quorum, self._switch
         requests = self._registry.requests
         steps = {q.quorum_step for r, q in requests.items() if r in active.members}
+        steps |= {confirmed_step} if confirmed_step else set()
         if len(steps) > 1 or (switch.is_fixed and switch.step not in steps):
             return self._abort_quorum(f"members request at different steps: {sorted(steps)}")
         if switch.is_fixed:
@@ -256,6 +257,8 @@ class LighthouseState:
             return []
         if replica not in active.not_requesting:
             return []  # it requests already, and the proposal reached it after that
+        if vote.confirmed_step and switch.state is not AgreementState.CONFIRMED:
+            return self._follow_request(now, vote.confirmed_step)
         is_answer = switch.state is AgreementState.ASKING and vote.number == switch.number
         if is_answer and switch.is_fixed and not vote.ok:
             return self._abort_quorum(
@@ -486,7 +489,7 @@ class LighthouseState:
             leaves = replica in self._leavers
             last = leaves and len(self._leavers) == len(self._quorum.members)
             return [ReplicaMessage(replica, replace(confirm, leaves=leaves, last=last))]
-        if self._switch.is_fixed:
+        if self._switch.is_fixed or self._is_probing:
             return [ReplicaMessage(replica, self._switch_message(self._switch.proposal))]
         none = messages.ProposeSwitch(self._quorum.quorum_id, 0, 0)
         withdrawn = self._send_switch(self._switch.withdraw(now), now)
@@ -528,9 +531,11 @@ class LighthouseState:
         if not active.is_active or not switch.is_late(now):
             return []
         awaited = list_some(sorted(switch.awaited))
-        if switch.is_fixed:
+        if switch.is_fixed and len(active.not_requesting) < len(active.members):
             return self._abort_quorum(f"no answer from {awaited}")
         self._waits_for = f"an answer from {awaited}"
+        if switch.is_fixed:
+            return self._send_switch(switch.begin_at(switch.step, active.members, now), now)
         return self._send_switch(switch.withdraw(now), now)
 
     def _report_waiting(self, now: float) -> list[ReplicaMessage]:

@@ -452,20 +452,26 @@ class QuorumSteps:
     def on_proposal(
         self, proposal: messages.ProposeSwitch, now: float
     ) -> messages.SwitchVote | None:
-        """Accept a proposal if its step has not started; return the answer, or None."""
-        known, is_confirmed = self.proposal, self.confirmation is not None
+        """Accept a proposal if its step has not started; return the answer, or None.
+
+        The confirmed step is accepted also after its start: all ranks of the group request in it.
+        """
+        known, step, confirmed_step = self.proposal, proposal.quorum_step, 0
         if proposal.quorum_id != self.quorum_id:
             return None
+        if known is not None and self.confirmation is not None:
+            confirmed_step = known.quorum_step
         if proposal.number == 0:
-            self.proposal = known if is_confirmed else None
+            self.proposal = known if confirmed_step else None
             return None
-        if is_confirmed and known is not None and proposal.quorum_step != known.quorum_step:
+        if confirmed_step and step not in (0, confirmed_step):
             return None  # of another lighthouse, which does not know yet what is confirmed
-        ok = self._settled < proposal.quorum_step
-        if proposal.quorum_step > 0 and (ok or not is_confirmed):
+        ok = self._settled < step or 0 < step == confirmed_step
+        if step > 0:
             self.proposal = proposal if ok else None
-        rate = self.steps_per_s(now)
-        return messages.SwitchVote(self.quorum_id, proposal.number, ok, self._settled, rate)
+        confirmed_step = 0 if step else confirmed_step
+        at, rate = (self.quorum_id, proposal.number), self.steps_per_s(now)
+        return messages.SwitchVote(*at, ok, self._settled, rate, confirmed_step)
 
     def on_confirmation(self, confirmation: messages.ConfirmSwitch) -> None:
         """Request a new quorum in the proposed step."""

@@ -441,9 +441,14 @@ class ManagerState:
         self._switch_votes[rank] = vote
         if self._is_complete(self._switch_votes):
             votes = self._switch_votes.values()
-            furthest, rate = max(v.quorum_step for v in votes), max(v.rate for v in votes)
-            ok = all(v.ok for v in votes)
-            self._send_up(replace(vote, ok=ok, quorum_step=furthest, rate=rate))
+            combined = replace(
+                vote,
+                ok=all(v.ok for v in votes),
+                quorum_step=max(v.quorum_step for v in votes),
+                rate=max(v.rate for v in votes),
+                confirmed_step=max(v.confirmed_step for v in votes),
+            )
+            self._send_up(combined)
 
     def _on_switch_request(self, rank: int, request: messages.SwitchRequest) -> None:
         """Request a switch if all ranks do, which repeat it at the end of each step."""

@@ -164,9 +164,11 @@ class SwitchVote(Message):
     """Up, in answer to a proposal.
 
     Attributes:
-        ok: No worker of the group has started the proposed quorum step.
+        ok: No worker of the group has started the proposed quorum step, or it is confirmed.
         quorum_step: The furthest quorum step that a worker has started.
         rate: Steps per second lately, at least 0.
+        confirmed_step: In answer to a question: the step at which it requests, as an earlier
+            lighthouse has confirmed; 0 if none has.
     """
 
     quorum_id: int
@@ -174,6 +176,7 @@ class SwitchVote(Message):
     ok: bool
     quorum_step: int
     rate: float
+    confirmed_step: int = 0
 
 
 @dataclass(frozen=True)

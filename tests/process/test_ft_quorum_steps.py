@@ -135,6 +135,26 @@ def test_confirmed_worker_accepts_the_same_step_again():
     assert steps.confirmation == ConfirmSwitch(Q, 9, leaves=True)
 
 
+def test_confirmed_worker_names_its_step():
+    """To a question of another lighthouse; to a proposal of another step it says nothing."""
+    steps = in_quorum(started=1)
+    steps.on_proposal(ProposeSwitch(Q, 1, 3), 1.0)
+    steps.on_confirmation(ConfirmSwitch(Q, 1))
+    answer = steps.on_proposal(ProposeSwitch(Q, 9, 0), 1.0)
+    assert answer == SwitchVote(Q, 9, False, 1, 1.0, confirmed_step=3)
+    assert steps.on_proposal(ProposeSwitch(Q, 10, 4), 1.0) is None
+
+
+def test_confirmed_step_is_accepted_after_its_start():
+    """Other ranks of the group may not have come there yet; all request in it."""
+    steps = in_quorum()
+    steps.on_proposal(ProposeSwitch(Q, 1, 1), 0.0)
+    steps.on_confirmation(ConfirmSwitch(Q, 1))
+    steps.start_step(1.0)
+    answer = steps.on_proposal(ProposeSwitch(Q, 9, 1), 1.0)
+    assert answer is not None and answer.ok
+
+
 def test_settled_step_is_refused():
     """A worker that has decided about its next step accepts no switch there."""
     steps = in_quorum(started=1)

@@ -276,6 +276,26 @@ def test_proposal_is_not_withdrawn_while_one_member_may_have_a_confirmation():
     assert [of(sent[n], ProposeSwitch).quorum_step for n in "ab"] == [6, 6]
 
 
+def test_a_step_that_only_some_members_have_confirmed_is_the_one_of_all():
+    """However long it takes to come there; no proposal is withdrawn, and no step fails."""
+    groups = adopted("a", "b", "c", waited_s=0.05)
+    question = last(groups.received["c"], ProposeSwitch)
+    sent = groups.send("c", SwitchVote(OLD, question.number, False, 5, 0.0, confirmed_step=9))
+    number = question.number + 1
+    assert sent == {n: [ProposeSwitch(OLD, number, 9)] for n in "abc"}
+    assert groups.wait(5.1) == {n: [ProposeSwitch(OLD, number + 1, 9)] for n in "abc"}
+    assert groups.vote(8, "a", "b", "c") == {n: [ConfirmSwitch(OLD, number + 1)] for n in "abc"}
+    sent = groups.request("a", "b", "c", quorum_id=OLD, quorum_step=9)
+    assert list(results(sent)) == ["a", "b", "c"]
+
+
+def test_member_that_reconnects_is_asked_again():
+    """A proposal that another member may have confirmed is not withdrawn."""
+    groups = adopted("a", "b", waited_s=0.05)
+    question = last(groups.received["a"], ProposeSwitch)
+    assert groups.reconnect(OLD, "a", size=2) == {"a": [question]}
+
+
 def test_member_that_does_not_answer_delays_the_others_briefly():
     """It may hold the interpreter lock."""
     groups = adopted("a", "b", waited_s=0.05)

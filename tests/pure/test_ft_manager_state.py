@@ -14,8 +14,10 @@ from hpc_elastic.ft.messages import (
     Hello,
     LeaveGranted,
     LeaveNotice,
+    ProposeSwitch,
     QuorumRequest,
     ReplicaStatus,
+    SwitchVote,
     WorkersLost,
     to_frame,
 )
@@ -165,6 +167,17 @@ def test_lost_relay_decides_a_vote():
     group.state.on_worker_message(group.worker, CommitVote(7, 0, True))
     assert group.worker.sent[-1].commit is False
     assert group.up[-1] == WorkersLost("rank 1 of r: b: the connection is lost")
+
+
+def test_a_group_answers_a_proposal_as_one():
+    """With its furthest rank, and the step that is confirmed to it."""
+    group = Group()
+    relay = group.start(1)
+    group.state.on_message(ProposeSwitch(7, 4, 0))
+    vote = SwitchVote(7, 4, False, 2, 1.0, confirmed_step=5)
+    group.state.on_worker_message(group.worker, vote)
+    group.relays.on_message(relay, {**to_frame(SwitchVote(7, 4, False, 3, 0.5)), "rank": 1})
+    assert group.up[-1] == SwitchVote(7, 4, False, 3, 1.0, confirmed_step=5)
 
 
 def test_relay_reports_and_decides_nothing():

@@ -136,7 +136,7 @@ class TakesBackAtOnce(LighthouseState):
         sends = super()._on_status(replica, status, now)
         return [*sends, ReplicaMessage(replica, ProposeSwitch(status.quorum_id, 0, 0))]
 
-    def _follow_request(self, now: float) -> list[ReplicaMessage]:
+    def _follow_request(self, now: float, confirmed_step: int = 0) -> list[ReplicaMessage]:
         return self._abort_quorum("a member requests another, after a step that failed")
 
 

@@ -155,11 +155,15 @@ class Env:
         return next((g for g in self.groups if g.name == name), None)
 
     def is_named_alive(self, name: str, since: float = math.inf) -> bool:
-        """Return whether a notice names a live node; ``since`` is not used."""
-        del since
+        """Return whether a notice names a live node that has represented a group ``since`` then.
+
+        Other nodes have no keeper here, so a notice for them matches none.
+        """
         group = self.group(name)
         server = None if group is None else group.server
-        return server is not None and server.is_first and server.node.up
+        if server is None or not server.is_first:
+            return False
+        return server.first_since <= since and server.node.up
 
     def watch_lost_member(
         self, lost: Worker, silent_s: float = 0.0, *, is_node_silent: bool = False
@@ -400,7 +404,8 @@ class Server:
     """The manager server or relay of one boot of a node: it outlives workers and keepers.
 
     Attributes:
-        is_first: Its node is the first of a group: it connects to the keeper.
+        first_since: Since when its node is the first of a group, which connects to the keeper;
+            infinity if it is not.
         up_since: When it connected to the present keeper; infinity if it is not connected.
         relay: Its connection to the server of the group, if it is a relay.
     """
@@ -411,7 +416,7 @@ class Server:
         self.world = node.env.world
         self.node = node
         self.host: Host = node
-        self.is_first = False
+        self.first_since = math.inf
         self.is_silent = False
         """Its node is lost, and no other has noticed."""
         self.up_since = math.inf
@@ -431,11 +436,16 @@ class Server:
 
     # ---- the keeper -----------------------------------------------------------------------
 
+    @property
+    def is_first(self) -> bool:
+        """Whether its node is the first of a group."""
+        return self.first_since < math.inf
+
     def set_first(self, is_first: bool) -> None:
         """Let the node represent a group at the keeper, or not any more."""
         if is_first == self.is_first:
             return
-        self.is_first = is_first
+        self.first_since = self.world.now if is_first else math.inf
         if is_first:
             self.connect()
         elif self.connection is not None:

@@ -320,12 +320,20 @@ def cli_page() -> str:
     root = click.Context(
         program, info_name="hpc-elastic", terminal_width=100, **program.context_settings
     )
-    out = [_CLI_HEAD, _help(root)]
-    for name in program.list_commands(root):
-        command = program.get_command(root, name)
+    return "\n".join([_CLI_HEAD, _help(root), *_commands(root), _CLI_ERRORS, *_error_rows(), ""])
+
+
+def _commands(group: click.Context, path: str = "") -> Iterator[str]:
+    """Yield the section of each command, those of a group behind it."""
+    assert isinstance(group.command, click.Group)
+    for name in group.command.list_commands(group):
+        command = group.command.get_command(group, name)
         assert command is not None
-        out += [f"## {name}\n", _help(click.Context(command, root, info_name=name))]
-    return "\n".join([*out, _CLI_ERRORS, *_error_rows(), ""])
+        context = click.Context(command, group, info_name=name)
+        yield f"## {path}{name}\n"
+        yield _help(context)
+        if isinstance(command, click.Group):
+            yield from _commands(context, f"{name} ")
 
 
 def _error_rows() -> Iterator[str]:

@@ -157,7 +157,7 @@ class LocalQueueError(HpcElasticError):
 class CheckpointError(HpcElasticError):
     """Base of what goes wrong with checkpoints."""
 
-    remedy = "`hpc-elastic verify` lists the checkpoints of a run, and what is wrong with them"
+    remedy = "`hpc-elastic checkpoints verify` lists those of a run, and what is wrong with them"
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):

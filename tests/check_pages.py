@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import get_type_hints
 
-import click
 from omegaconf import OmegaConf
 
 from doc_pages import FENCED, NAMES, ROOT, blocks, typed_lines
-from hpc_elastic.cli.main import program
+from helps import named
 from hpc_elastic.config.schema import LocalSettings, SlurmSettings
 from slurm_sandbox import cli as sandbox_cli
 
@@ -70,12 +69,13 @@ def unknown_commands(text: str) -> Iterator[str]:
         if words[1] == "run":
             given = {word.removeprefix("--").replace("-", "_") for word in before_command(words)}
             unknown = given - {*OF_THE_RUN, *(key.removeprefix("launcher.") for key in KEYS)}
-        elif command := program.get_command(click.Context(program), words[1]):
-            flags = [(*parameter.opts, *parameter.secondary_opts) for parameter in command.params]
-            given = {word.partition("=")[0] for word in words[2:] if re.match(r"--?[a-z]", word)}
-            unknown = given - {"--help", "-h"}.union(*flags)
+        elif (found := named(words[1:]))[0] is None:
+            unknown = {words[2] if found[1].parent else words[1]}
         else:
-            unknown = {words[1]}
+            command, _, rest = found
+            flags = [(*parameter.opts, *parameter.secondary_opts) for parameter in command.params]
+            given = {word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)}
+            unknown = given - {"--help", "-h"}.union(*flags)
         yield from (f"{word} in {shlex.join(words)}" for word in sorted(unknown))
 
 

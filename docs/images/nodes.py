@@ -2,9 +2,9 @@
 
     python train.py -m launcher=local nodes=1:4 epochs=12,45 pause_s=0.1 &
     hpc-elastic status last       # until the second run has four nodes; some seconds later
-    hpc-elastic preempt last local-3
+    hpc-elastic node preempt last local-3
     hpc-elastic status last       # until it has four nodes again; some seconds later
-    hpc-elastic kill last local-0
+    hpc-elastic node kill last local-0
     hpc-elastic report last --format json | python docs/images/nodes.py > docs/images/nodes.svg
 
 The first run of the sweep holds two of the four places and ends early, so that the second run

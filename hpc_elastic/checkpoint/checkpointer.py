@@ -525,7 +525,7 @@ class Checkpointer:
                 try:
                     remember_directory(self.directory)
                 except OSError as e:
-                    _log.warning("`verify` and others have to be given %s: %s", self.directory, e)
+                    _log.warning("`checkpoints verify` has to be given %s: %s", self.directory, e)
         if page is not None:
             page.announce(save.step)
 

@@ -1,4 +1,4 @@
-"""``hpc-elastic cancel``, ``resume`` and ``prune``: end a run, restart it, delete checkpoints."""
+"""``hpc-elastic cancel`` and ``resume``: end a run, and restart one that has stopped."""
 
 from __future__ import annotations
 
@@ -10,16 +10,8 @@ import click
 
 from hpc_elastic._util import quoted
 from hpc_elastic.cli import options
-from hpc_elastic.errors import (
-    CheckpointNotFoundError,
-    LocalQueueError,
-    RunDirectoryError,
-    SlurmError,
-    SubmissionError,
-)
-from hpc_elastic.run import ownership
+from hpc_elastic.errors import SubmissionError
 from hpc_elastic.run.directory import RunDir
-from hpc_elastic.shared_files import is_there
 
 _CANCEL_EXAMPLES = """
 \b
@@ -176,134 +168,3 @@ def _resume_locally(run: Path, overrides: Sequence[str]) -> dict[str, Any]:
         why = resumed.get("error", "the launcher ended; its traceback is above")
         raise SubmissionError(str(why))
     return resumed
-
-
-# ---- ``hpc-elastic prune``
-
-
-_PRUNE_EXAMPLES = """
-\b
-Examples:
-  hpc-elastic prune last --keep-last 1 --dry-run
-  hpc-elastic prune multirun/2030-01-31/12-00-00/3 --keep-last 2
-  hpc-elastic prune last --keep-last 1 --directory /scratch/me/checkpoints
-
-\b
---json prints one object:
-  directory     of the checkpoints
-  kept          steps of the good checkpoints that are kept, newest first
-  damaged       step -> problem of the checkpoints that were read and are damaged
-  removed       [{"folder", "num_bytes"}]; with --dry-run, what would be removed
-  left          folders of these that could not be removed
-  freed_bytes   freed space in bytes
-  dry_run       whether nothing was removed
-"""
-
-
-@click.command(epilog=_PRUNE_EXAMPLES)
-@options.changed_run
-@click.option(
-    "--keep-last", type=click.IntRange(min=0), required=True, metavar="N",
-    help="Keep the newest N good checkpoints. 0 keeps none, and needs --yes.",
-)  # fmt: skip
-@click.option(
-    "--directory", type=click.Path(path_type=Path, file_okay=False, exists=True), metavar="DIR",
-    help="Directory of the checkpoints. [default: where the run has saved]",
-)  # fmt: skip
-@click.option(
-    "-n", "--dry-run", is_flag=True, help="Print what would be removed, and remove nothing."
-)
-@click.option("-y", "--yes", is_flag=True, help="Confirms --keep-last 0.")
-@options.trust
-@options.as_json
-def prune_command(
-    run: Path, keep_last: int, directory: Path | None, dry_run: bool, yes: bool, as_json: bool
-) -> int:
-    """Remove a run's checkpoints that are older than the newest N good ones.
-
-    A checkpoint is good if all its bytes can be read and their checksums match: a damaged one is
-    never kept in place of a good one. If fewer than N are good, none is removed. The remains of
-    aborted saves are removed too. Checkpoints in the memory of nodes are kept, and so are those
-    that are newer than the oldest one kept: a run that goes on restores one of these.
-    Checkpointer(keep_every=...) is unknown to this command: checkpoints that it keeps are removed.
-
-    The exit code is 1 if something could not be removed.
-    """
-    from hpc_elastic.checkpoint import owner, prune
-    from hpc_elastic.run import fencing
-
-    files = RunDir(run)
-    if keep_last == 0 and not (yes or dry_run):
-        what = "removes every checkpoint: the run could not be resumed"
-        raise click.UsageError(f"--keep-last 0 {what}. Add --yes to confirm")
-    if keep_last == 0 and _has_tasks(run):
-        remedy = "keep at least one, or cancel the run first"
-        raise RunDirectoryError(f"{run} goes on, and needs its newest checkpoint: {remedy}")
-    spec = ownership.load_own(files, files.rdzv, files.saves_to)
-    folder = directory or _only_directory(files)
-    ownership.require_own(files.path, folder)
-    mark = owner.read(folder)
-    if mark is not None and mark.in_run and mark.run != spec.run_id:
-        raise RunDirectoryError(f"{folder} belongs to {mark} now: prune that run")
-    try:
-        last = fencing.last_index(files.rdzv)
-    except OSError as e:
-        raise RunDirectoryError(f"{files.rdzv}: {e.strerror}") from e
-    last_index = last if _has_tasks(run) else None
-    cleaning = prune.plan_cleaning(
-        folder, keep_last=keep_last, run_id=spec.run_id, last_index=last_index
-    )
-    ownership.require_own(folder, *(item.folder for item in cleaning.going))
-    left = [] if dry_run else prune.remove_folders(cleaning)
-    freed_bytes = sum(i.num_bytes for i in cleaning.going) - sum(i.num_bytes for i in left)
-    if as_json:
-        removed = [{"folder": str(i.folder), "num_bytes": i.num_bytes} for i in cleaning.going]
-        printed = {
-            "directory": str(cleaning.directory), "kept": cleaning.kept,
-            "damaged": {str(step): problem for step, problem in cleaning.damaged.items()},
-            "removed": removed, "left": [str(item.folder) for item in left],
-            "freed_bytes": freed_bytes, "dry_run": dry_run,
-        }  # fmt: skip
-        options.print_json(printed)
-        return 1 if left else 0
-    verb, would = ("would remove", "would be freed") if dry_run else ("removed", "freed")
-    for item in cleaning.going:
-        print(f"{verb} {item.folder.name} ({item.num_bytes / 1e6:,.1f} MB)")
-    for step, problem in cleaning.damaged.items():
-        print(f"damaged: step {step}: {problem}")
-    kept = ", ".join(map(str, cleaning.kept)) or "none"
-    print(f"kept as good: {kept}; {freed_bytes / 1e6:,.1f} MB {would}")
-    for item in left:
-        click.echo(f"could not be removed: {item.folder}", err=True)
-    return 1 if left else 0
-
-
-def _only_directory(run: RunDir) -> Path:
-    """Return the directory of the run's checkpoints, or of the remains of aborted saves."""
-    from hpc_elastic.checkpoint.store import directories_of
-
-    try:
-        found = directories_of(run) or [d for d in [run.checkpoints] if d.is_dir()]
-    except OSError as e:
-        raise RunDirectoryError(f"{e.filename or run.path}: {e.strerror}") from e
-    if not found:
-        remedy = "if its script saves elsewhere, add --directory DIR"
-        raise CheckpointNotFoundError(f"{run.path} has no checkpoints: {remedy}")
-    if len(found) > 1:
-        which = f"select one with --directory DIR: {', '.join(map(str, found))}"
-        raise CheckpointNotFoundError(f"{run.path} saves to several directories; {which}")
-    return found[0]
-
-
-def _has_tasks(run: Path) -> bool:
-    """Whether the run may have a task; True if the scheduler does not answer."""
-    from hpc_elastic.slurm.scheduler import Scheduler
-
-    files = RunDir(run)
-    try:
-        return bool(Scheduler(files, files.load()).list_live_tasks())
-    except (SlurmError, LocalQueueError, RunDirectoryError) as e:
-        if not is_there(files.spec):
-            raise
-        click.echo(f"assuming that the run goes on: {e}", err=True)
-        return True

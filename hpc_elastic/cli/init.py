@@ -32,6 +32,12 @@ Files, all in the current folder; an existing one is never replaced without --fo
                                link the folder there
 
 \b
+To complete commands, options and runs in a shell, once:
+  bash   echo 'eval "$(hpc-elastic init --completion bash)"' >> ~/.bashrc
+  zsh    echo 'eval "$(hpc-elastic init --completion zsh)"' >> ~/.zshrc
+  fish   hpc-elastic init --completion fish > ~/.config/fish/completions/hpc-elastic.fish
+
+\b
 Examples:
   hpc-elastic init                      with the name and the default partition of the cluster
   hpc-elastic init big --partition gpu
@@ -39,11 +45,29 @@ Examples:
 """
 
 
+def _print_completion(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    from click.shell_completion import get_completion_class
+
+    if value is None or ctx.resilient_parsing:
+        return
+    kind = get_completion_class(value)
+    assert kind is not None
+    # the variable by which click recognizes a call for completion
+    complete = kind(ctx.find_root().command, {}, "hpc-elastic", "_HPC_ELASTIC_COMPLETE")
+    # not .source(): it checks the version of the first bash on PATH, and warns
+    click.echo(complete.source_template % complete.source_vars())
+    ctx.exit()
+
+
 @click.command(epilog=_EPILOG)
 @click.argument("name", required=False, metavar="[NAME]")
 @click.option("--partition", metavar="NAME", help="Default: the cluster's default partition.")
 @click.option("--agents", is_flag=True, help="Write a skill for coding agents, and nothing else.")
 @click.option("--force", is_flag=True, help="Replace an existing cluster file, or skill.")
+@click.option(
+    "--completion", type=click.Choice(["bash", "zsh", "fish"]), is_eager=True, expose_value=False,
+    callback=_print_completion, help="Print the script with which this shell completes, and exit.",
+)  # fmt: skip
 def init_command(name: str | None, partition: str | None, agents: bool, force: bool) -> int:
     """Write a cluster file after querying Slurm, and a script to start from if there is none.
 

@@ -6,6 +6,7 @@ of commands with their summaries, and imports none of them.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -20,7 +21,7 @@ import click
 
 from hpc_elastic._util import cleaned_output
 from hpc_elastic.cli import options
-from hpc_elastic.errors import HpcElasticError, near_miss
+from hpc_elastic.errors import HpcElasticError
 
 INTERRUPTED = 130
 _SIGNALLED = 128
@@ -28,7 +29,7 @@ _SIGNALLED = 128
 
 _HELP = """
 RUN is a run directory, the id of a run in `hpc-elastic list` or its unique beginning, or `last`:
-the newest run; for commands that change a run (cancel, kill, preempt, resume, prune), the newest
+the newest run; for commands that change a run (cancel, resume, node, checkpoints prune), the newest
 that was submitted in this directory or below it. The --help of a command shows examples and the
 keys of its --json. Commands that change a run act only on one that is yours and that no other user
 may write, unless --trust is given.
@@ -42,24 +43,35 @@ Exit codes:
                   a run has not succeeded
          logs     there is no output
          cancel   it was not confirmed, or tasks are left
-         preempt, kill
-                  the node is still in the run
-         prune    something could not be removed
+         node     the node is still in the run
          doctor   a check failed
          audit    a sample was left out or trained twice, or that is unknown
-         verify   a checkpoint is damaged
+         checkpoints
+                  one is damaged, or could not be removed
   2    the arguments are wrong, and nothing was done
-  130  interrupted; watch and lighthouse return 0
+  130  interrupted; report --live and lighthouse return 0
 
 If SCRIPT fails, submit returns its exit code, or 128 plus the number of the signal that ended it.
 Standard output is empty then.
 """
 
-_SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
+Section = dict[str, tuple[str, str]]
+"""Command -> module of this package with `<command>_command`, and the summary; a group has none."""
+_GROUPS: dict[str, Section] = {
+    "node": {
+        "preempt": ("nodes", "Preempt a node of a run: it saves, leaves and is requeued."),
+        "kill": ("nodes", "Kill the processes of a node of a run, without notice."),
+    },
+    "checkpoints": {
+        "verify": ("checkpoints", "Check the checkpoints of a run."),
+        "export": ("checkpoints", "Write a checkpoint as one file for torch.load."),
+        "prune": ("checkpoints", "Remove old checkpoints of a run."),
+    },
+}
+_SECTIONS: dict[str, Section] = {
     "Submit": {
         "init": ("init", "Write a cluster file, and a script to start from."),
-        "when": ("when", "Forecast when a run would start, and how it would grow."),
-        "submit": ("submit", "Submit the runs of a script, or print their batch script."),
+        "submit": ("submit", "Submit the runs of a script, or forecast when they would start."),
         "run": ("submit", "Run a command elastically, as torchrun runs a script."),
     },
     "Observe": {
@@ -68,30 +80,28 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "wait": ("submit", "Wait for submitted runs and show their progress."),
         "logs": ("logs", "Show or follow the output of all workers, in order of time."),
         "events": ("events", "Show what happened to a run, and why."),
-        "report": ("report", "Write a page on a run: nodes, training, faults and their cost."),
-        "watch": ("extras", "Show runs in a browser as they are now: a list, reports, logs."),
+        "report": ("report", "Write a page on a run, or show runs live in a browser."),
     },
     "Control": {
         "cancel": ("control", "End a run and its pending tasks."),
-        "preempt": ("nodes", "Preempt a node of a run: it saves, leaves and is requeued."),
-        "kill": ("nodes", "Kill the processes of a node of a run, without notice."),
         "resume": ("control", "Restart a run that has stopped from its last checkpoint."),
-        "prune": ("control", "Remove old checkpoints of a run."),
-        "completion": ("main", "Print the script that completes arguments in a shell."),
+        "node": ("", "Take a node from a run, with notice or without: preempt, kill."),
     },
     "Check": {
         "doctor": ("doctor", "Check whether runs will work on this cluster."),
-        "audit": ("verify", "Check that every sample was trained exactly once per epoch."),
-        "verify": ("verify", "Check the checkpoints of a run."),
-        "export": ("verify", "Write a checkpoint as one file for torch.load."),
+        "audit": ("audit", "Check that every sample was trained exactly once per epoch."),
+        "checkpoints": ("", "Check, export or remove checkpoints: verify, export, prune."),
     },
     "Serve": {
         "lighthouse": ("lighthouse", "Coordinate fault-tolerant training without this launcher.")
     },
 }
-"""Section -> command -> module of this package with `<command>_command`, and the summary."""
-_RENAMED = {"attach": "wait", "clean": "prune", "render": "submit --dry-run"}
-"""Former name of a command -> its name."""
+_ELSEWHERE = {
+    **{name: f"{group} {name}" for group, names in _GROUPS.items() for name in names},
+    "attach": "wait", "clean": "checkpoints prune", "completion": "init --completion",
+    "render": "submit --dry-run", "watch": "report --live", "when": "submit --test-only",
+}  # fmt: skip
+"""Word that is no command -> the command that does it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,8 +167,51 @@ def _discard_output() -> None:
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
 
 
-class _Program(click.Group):
-    """The commands by section; a command is imported when it is called."""
+class _Commands(click.Group):
+    """Commands by section; a command is imported when it is called."""
+
+    def __init__(self, *args: Any, sections: dict[str, Section], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sections = sections
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for section in self._sections.values() for name in section]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command; None if there is none of this name."""
+        for section in self._sections.values():
+            if cmd_name not in section:
+                continue
+            module, summary = section[cmd_name]
+            if not module:
+                return _Commands(cmd_name, help=summary, sections={"Commands": _GROUPS[cmd_name]})
+            found = import_module(f"hpc_elastic.cli.{module}")
+            command: click.Command = getattr(found, f"{cmd_name}_command")
+            return command
+        return None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command; the error for an unknown name suggests one."""
+        name, known = args[0], self.list_commands(ctx)
+        if name[:1] != "-" and name not in known and not ctx.resilient_parsing:
+            meant = {word: word for word in known} | (_ELSEWHERE if ctx.parent is None else {})
+            close = difflib.get_close_matches(name, meant, n=1)
+            near = "".join(f". Did you mean `{ctx.command_path} {meant[word]}`?" for word in close)
+            ctx.fail(f"no such command: {name}{near}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, self.list_commands(ctx)))
+        for title, section in self._sections.items():
+            with formatter.section(title):
+                rows = [(name.ljust(width), text) for name, (_, text) in section.items()]
+                formatter.write_dl(rows)
+
+
+class _Program(_Commands):
+    """The whole program: errors as JSON, and the end of the output."""
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command; a closed pipe (``| head``) is no error."""
@@ -183,72 +236,13 @@ class _Program(click.Group):
             raise
         return code
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return [name for section in _SECTIONS.values() for name in section]
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command; None if there is none of this name."""
-        for section in _SECTIONS.values():
-            if cmd_name in section:
-                module = import_module(f"hpc_elastic.cli.{section[cmd_name][0]}")
-                command: click.Command = getattr(module, f"{cmd_name}_command")
-                return command
-        return None
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command; the error for an unknown name suggests one."""
-        name = args[0]
-        if name[:1] != "-" and name not in self.list_commands(ctx) and not ctx.resilient_parsing:
-            if name in _RENAMED:
-                ctx.fail(f"{name} is now called {_RENAMED[name]}")
-            ctx.fail(f"no such command: {name}{near_miss(name, self.list_commands(ctx))}")
-        return super().resolve_command(ctx, args)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        width = max(map(len, self.list_commands(ctx)))
-        for title, section in _SECTIONS.items():
-            with formatter.section(title):
-                rows = [(name.ljust(width), text) for name, (_, text) in section.items()]
-                formatter.write_dl(rows)
-
 
 @click.group(
     cls=_Program,
+    sections=_SECTIONS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=_HELP,
 )
 @click.version_option(package_name="hpc_elastic", prog_name="hpc-elastic")
 def program() -> None:
     """Elastic PyTorch runs on Slurm: submit, observe, control, check."""
-
-
-# ---- ``hpc-elastic completion``
-
-
-_COMPLETION_EXAMPLES = """
-\b
-To install it, once:
-  bash   echo 'eval "$(hpc-elastic completion bash)"' >> ~/.bashrc
-  zsh    echo 'eval "$(hpc-elastic completion zsh)"' >> ~/.zshrc
-  fish   hpc-elastic completion fish > ~/.config/fish/completions/hpc-elastic.fish
-"""
-
-
-@click.command(epilog=_COMPLETION_EXAMPLES)
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-def completion_command(shell: str) -> int:
-    """Print the script with which SHELL completes commands, options and runs.
-
-    RUN is completed with the ids of your runs, newest first, and with directories.
-    """
-    from click.shell_completion import get_completion_class
-
-    kind = get_completion_class(shell)
-    assert kind is not None
-    # the variable by which click recognizes a call for completion
-    complete = kind(program, {}, "hpc-elastic", "_HPC_ELASTIC_COMPLETE")
-    # not .source(): it checks the version of the first bash on PATH, and warns
-    print(complete.source_template % complete.source_vars())
-    return 0

@@ -1,4 +1,4 @@
-"""``hpc-elastic preempt`` and ``kill``: take one node from a run, with notice or without."""
+"""``hpc-elastic node preempt`` and ``kill``: take one node from a run, with notice or without."""
 
 from __future__ import annotations
 
@@ -149,16 +149,16 @@ wait_option = click.option(
 )  # fmt: skip
 
 
-# ---- ``hpc-elastic kill``
+# ---- ``hpc-elastic node kill``
 
 
 _WAIT_S = 60.0
 _KILL_EXAMPLES = """
 \b
 Examples:
-  hpc-elastic kill last local-1
-  hpc-elastic kill runs/7 node3
-  hpc-elastic kill last 4711_2 --json
+  hpc-elastic node kill last local-1
+  hpc-elastic node kill runs/7 node3
+  hpc-elastic node kill last 4711_2 --json
 
 \b
 --json prints one object:
@@ -236,16 +236,16 @@ def _what_next(node: NamedNode) -> str:
     return "its task starts again as soon as a node is free"
 
 
-# ---- ``hpc-elastic preempt``
+# ---- ``hpc-elastic node preempt``
 
 
 _MARGIN_S = 30.0
 _PREEMPT_EXAMPLES = """
 \b
 Examples:
-  hpc-elastic preempt last local-1
-  hpc-elastic preempt runs/7 node3 --grace-s 60
-  hpc-elastic preempt last 4711_2 --json
+  hpc-elastic node preempt last local-1
+  hpc-elastic node preempt runs/7 node3 --grace-s 60
+  hpc-elastic node preempt last 4711_2 --json
 
 \b
 --json prints one object:

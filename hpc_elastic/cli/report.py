@@ -1,10 +1,12 @@
-"""``hpc-elastic report``: a report of a run, as a page, a picture or JSON."""
+"""``hpc-elastic report``: a report of a run, as a page, a picture or JSON, or live in a browser."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -39,23 +41,44 @@ html and png need `pip install 'hpc_elastic[report]'`. The file holds the config
 you can read it; `chmod a+r` makes it readable to others.
 
 \b
+With --live, pages are served on 127.0.0.1 of this machine until Ctrl-C:
+  list of runs  state, nodes, step, loss, pace, time left, goodput, the
+                parameters by which the runs differ, and their results; to
+                sort and to filter, with the loss of all runs by step
+  a run         its report, kept up to date
+  its logs      the last lines, followed, and a search in all of them
+
+From another machine, forward the port with the printed ssh command, and open the printed URL
+there. The URL holds a token: without it all requests are refused, also those of other users of
+this machine. RUN is also the directory of a sweep, whose new runs are added. The pages are
+read-only unless --control is given. Nothing is read while no page is open, and no process runs on
+the nodes. Needs `pip install 'hpc_elastic[watch]'`.
+
+\b
 --json prints one object about the written file, and needs -o FILE. (--format json is the report
 as JSON.)
   run_id, run   the run's id and directory
   file          path of the report
   format        "html", "png" or "json"
   num_bytes     size of the file
+With --live:
+  url      what to open; it holds the token
+  port     of 127.0.0.1
+  forward  the ssh command for another machine
 
 \b
 Examples:
   hpc-elastic report last -o report.html
   hpc-elastic report runs/7 -o report.png
   hpc-elastic report last --format json | jq '.changes[] | select(.fault)'
+  hpc-elastic report --live last
+  hpc-elastic report --live multirun/2030-01-31/12-00-00
+  hpc-elastic report --live --all --port 9000
 """
 
 
 @click.command(epilog=_HELP)
-@options.run
+@click.argument("runs", type=options.SweepName(), nargs=-1, metavar="RUN...")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
     metavar="FILE", help="File to write; - is standard output, the default of json.",
@@ -64,13 +87,44 @@ Examples:
     "--format", "form", type=click.Choice(_FORMATS),
     help="Default: by the suffix of FILE, else html.",
 )  # fmt: skip
+@click.option("--live", is_flag=True, help="Show runs in a browser, as they are now.")
+@click.option(
+    "-a", "--all", "everything", is_flag=True, help="With --live: all runs of `hpc-elastic list`."
+)
+@click.option(
+    "--control", is_flag=True,
+    help="With --live: let the pages cancel and resume runs, and take nodes from them.",
+)  # fmt: skip
+@click.option(
+    "--port", type=click.IntRange(1, 65535), metavar="PORT",
+    help="With --live: port of 127.0.0.1. [default: 8672, or the next that is free]",
+)  # fmt: skip
 @options.as_json
-def report_command(run: Path, output: Path | None, form: str | None, as_json: bool) -> int:
+def report_command(
+    runs: tuple[Path, ...],
+    output: Path | None,
+    form: str | None,
+    live: bool,
+    everything: bool,
+    control: bool,
+    port: int | None,
+    as_json: bool,
+) -> int:
     """Write a report of a run: use of its time, nodes, training, faults and checkpoints.
 
     The command reads the run directory, and queries Slurm once. The run may be running, have ended,
-    or never have started. The exit code does not depend on how the run ended.
+    or never have started. The exit code does not depend on how the run ended. With --live, the
+    reports of one or more runs are shown in a browser, as they are now.
     """
+    if live:
+        if output is not None or form is not None:
+            raise click.UsageError("--live writes no file: leave -o and --format out")
+        return _serve(runs, everything=everything, control=control, as_json=as_json, port=port)
+    if everything or control or port is not None:
+        raise click.UsageError("--all, --control and --port need --live")
+    if len(runs) != 1:
+        raise click.UsageError("give one RUN; --live shows several")
+    run = options.find_run(str(runs[0]))
     suffix = "" if output is None else output.suffix.lower().lstrip(".")
     if form is None and suffix not in ("", "htm", *_FORMATS):
         formats = ", ".join(_FORMATS)
@@ -94,6 +148,18 @@ def report_command(run: Path, output: Path | None, form: str | None, as_json: bo
         options.print_json(printed)
     else:
         print(f"wrote {output}: {len(text) / 1e6:.1f} MB", file=sys.stderr)
+    return 0
+
+
+def _serve(runs: Sequence[Path], **settings: Any) -> int:
+    """Serve the live pages, which are a distribution of their own, until Ctrl-C."""
+    try:
+        from hpc_elastic_watch.serve import serve_pages
+    except ImportError as e:
+        remedy = "pip install 'hpc_elastic[watch]', or in a clone pip install "
+        remedy += "./tools/hpc_elastic_watch"
+        raise click.ClickException(f"--live needs hpc_elastic_watch ({e}): {remedy}") from e
+    serve_pages(runs, **settings)
     return 0
 
 

@@ -32,6 +32,8 @@ Examples:
   hpc-elastic submit --id lr-0.1 --json train.py launcher=slurm nodes=1:16 lr=0.1
   hpc-elastic submit --dry-run train.py launcher=slurm nodes=1:16
   hpc-elastic submit --dry-run -o scripts train.py -m launcher=slurm launcher.partition=gpu,cpu
+  hpc-elastic submit --test-only train.py launcher=slurm nodes=4:16 launcher.time=8:00:00
+  hpc-elastic submit --test-only --json train.py launcher=slurm | jq .shapes[0].starts_at
 
 \b
 --json prints one object for each submission, in a list:
@@ -49,6 +51,27 @@ Examples:
   sweep      the sweep directory
   tasks      number of tasks that it submits
   runs       [{"run_id", "run"}]: id and directory of each run that it starts
+
+\b
+--test-only shows, for the run's own time limit and for shorter ones that help:
+  starts      when the run has its minimum, at the latest: jobs may end before their time limit
+  nodes       how it grows
+Lines with ! name what is not known.
+
+\b
+--test-only --json prints one object:
+  time          when it was made; all times are Unix seconds
+  partition, nodes (min, max, unit), time_limit_s: of the run; null: no limit
+  idle, planned, busy, out_of_service: nodes of the partition; planned ones are idle, and are
+                reserved for waiting jobs
+  unknown       nodes that are free at an unknown time
+  waiting_jobs, unplanned_jobs: jobs and array elements that wait for nodes, and those without a
+                visible planned start
+  test_only     when Slurm would start a job of some nodes by `sbatch --test-only`: at, by number
+  shapes        the run's own time limit, then shorter ones: time_limit_s, starts_at, growth (nodes
+                and at); unknown times are null
+  soonest       index in shapes; null if no start is known
+  notes         what is not known
 """
 _POLL_INTERVAL_S = 0.05
 _END_S = 10.0
@@ -56,6 +79,10 @@ _END_S = 10.0
 
 @click.command(epilog=_SUBMIT_EXAMPLES, context_settings={"ignore_unknown_options": True})
 @click.option("--dry-run", is_flag=True, help="Print the batch script, and submit nothing.")
+@click.option(
+    "--test-only", is_flag=True,
+    help="Forecast when the run would start, and how it would grow; submit nothing.",
+)  # fmt: skip
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
     help="With --dry-run: write the batch scripts to this directory.",
@@ -69,6 +96,7 @@ _END_S = 10.0
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[OVERRIDE]...")
 def submit_command(
     dry_run: bool,
+    test_only: bool,
     output: Path | None,
     name: str | None,
     as_json: bool,
@@ -87,6 +115,11 @@ def submit_command(
     With --dry-run nothing is submitted. The run directories are written, and the batch script is
     printed: `sbatch` can submit it by hand. -o writes several scripts to a directory.
 
+    With --test-only nothing is submitted, and no run directory is written. The forecast is made of
+    what every user may read: the states of nodes, the ends and planned starts of jobs, and `sbatch
+    --test-only`. At most twelve of Slurm's commands are called, and two for each further pool. Of a
+    sweep, the first run counts.
+
     With --id a call can be repeated, also after it was killed, with the same SCRIPT and overrides:
     it submits if nothing was submitted, and waits for an earlier call that is still at work. Other
     overrides need another id: 1 to 64 letters, digits, `.`, `_` and `-`. A call that was killed is
@@ -94,12 +127,17 @@ def submit_command(
 
     Output of SCRIPT goes to standard error. If SCRIPT fails, this command returns its exit code.
     """
-    if dry_run and name is not None:
-        raise click.UsageError("--id names a submission, and --dry-run submits nothing")
+    if (dry_run or test_only) and name is not None:
+        nothing = "--dry-run" if dry_run else "--test-only"
+        raise click.UsageError(f"--id names a submission, and {nothing} submits nothing")
+    if test_only and dry_run:
+        raise click.UsageError("--test-only prints a forecast, and --dry-run the batch script")
     if dry_run:
         return _render(script, overrides, output, as_json=as_json)
     if output is not None:
         raise click.UsageError("-o needs --dry-run: a submission writes no batch script to DIR")
+    if test_only:
+        return _forecast(script, overrides, as_json=as_json)
     if name is not None:
         code, submitted = _submit_once(name, script, overrides)
     else:
@@ -357,6 +395,27 @@ def _render(script: str, arguments: Sequence[str], output: Path | None, *, as_js
         raise SubmissionError(f"{what}: write them to a directory with -o DIR")
     elif output is None:
         sys.stdout.write(read_text(scripts[0]))
+    return 0
+
+
+def _forecast(script: str, overrides: Sequence[str], *, as_json: bool) -> int:
+    """Print when the first run of a script would start; the files of its dry run are removed."""
+    from hpc_elastic.cli.forecast import make_forecast, print_forecast
+
+    with tempfile.TemporaryDirectory(prefix="hpc-elastic-") as folder:
+        place = [f"hydra.sweep.dir='{folder}/sweep'", "launcher.code_snapshot=false"]
+        code, printed, scripts = dry_run(script, [*overrides, *place])
+        if code != 0:
+            sys.stderr.write(printed)
+            return code
+        if not scripts:
+            remedy = "only launcher=slurm has a queue: add launcher=slurm, or +launcher=slurm"
+            raise SubmissionError(f"{script} made no batch script; {remedy}")
+        forecast = make_forecast(scripts)
+    if as_json:
+        options.print_json(forecast.to_json())
+    else:
+        print_forecast(forecast)
     return 0
 
 

@@ -396,7 +396,7 @@ def _space(folder: FolderFacts) -> Finding:
     return judge(
         "directory.space", "a checkpoint that does not fit is not committed",
         (few or folder.free_bytes < _LITTLE_BYTES, warn, found,
-         f"free some space (`hpc-elastic prune RUN --keep-last 1`), or {CHOOSE}"),
+         f"free some space (`hpc-elastic checkpoints prune RUN --keep-last 1`), or {CHOOSE}"),
         well=found,
     )  # fmt: skip
 

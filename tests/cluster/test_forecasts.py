@@ -1,4 +1,4 @@
-"""`hpc-elastic when`, and the next node in `status`, beside a queue that backfill has planned."""
+"""`submit --test-only`, and the next node in `status`, beside a queue that backfill has planned."""
 
 import json
 import os
@@ -58,7 +58,9 @@ def test_the_forecast_comes_true(slurm, queue, sweep, tmp_path):
     for name in ("train.py", "train.yaml"):
         shutil.copy(ROOT / name, tmp_path)
     arguments = ("train.py", "launcher=slurm", "launcher.partition=low", "nodes=1:2")
-    found = command(slurm, tmp_path, "when", "--json", *arguments, "launcher.time=240")
+    found = command(
+        slurm, tmp_path, "submit", "--test-only", "--json", *arguments, "launcher.time=240"
+    )
     own, shorter = found["shapes"][0], found["shapes"][found["soonest"]]
     assert (found["idle"], found["planned"], found["unknown"]) == (1, 1, 0)
     assert own["starts_at"] - found["time"] == pytest.approx(3 * HOUR, abs=300)

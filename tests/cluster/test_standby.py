@@ -61,7 +61,17 @@ def test_a_run_has_the_gap_before_a_planned_job(user: Cluster):
     task = s.events("round")[-1]["members"][0]["task"]
     assert user.field(task, "QOS") == "standby" and user.field(task, "TimeLimit") == "04:00:00"
     script = str(s.folder.parent / "train.py")
-    argv = [sys.executable, "-m", "hpc_elastic", "when", "--json", script, "launcher=slurm", *terms]
+    argv = [
+        sys.executable,
+        "-m",
+        "hpc_elastic",
+        "submit",
+        "--test-only",
+        "--json",
+        script,
+        "launcher=slurm",
+        *terms,
+    ]
     found = json.loads(user.run(["env", f"--chdir={s.folder.parent}", *argv]).stdout)
     assert found["shapes"][0]["time_limit_s"] == 4 * 3600 and len(found["shapes"]) == 1
     assert any("QOS standby has NoReserve" in note for note in found["notes"])

@@ -78,10 +78,10 @@ def looked_at_afterwards(slurm, sweep: Sweep, ended: dict) -> None:
     assert all(
         audit["holds"] for audit in json.loads(command(slurm, "audit", run, "--json")).values()
     )
-    checkpoints = json.loads(command(slurm, "verify", run, "--json"))
+    checkpoints = json.loads(command(slurm, "checkpoints", "verify", run, "--json"))
     assert [c["problems"] for c in checkpoints] == [[]] * len(checkpoints)
     assert checkpoints[0]["step"] == ended["checkpoint"]["step"]
-    command(slurm, "export", run, "-o", files / "model.pt")
+    command(slurm, "checkpoints", "export", run, "-o", files / "model.pt")
     assert torch.load(files / "model.pt", weights_only=True)
     report = json.loads(command(slurm, "report", run, "--format", "json"))
     assert report["spent"]["goodput"] == pytest.approx(ended["goodput"], abs=0.02)
@@ -89,5 +89,5 @@ def looked_at_afterwards(slurm, sweep: Sweep, ended: dict) -> None:
     page = files / "report.html"
     command(slurm, "report", run, "-o", page)
     assert page.read_text().lstrip().lower().startswith("<!doctype html>")
-    command(slurm, "prune", run, "--keep-last", "1")
-    assert len(json.loads(command(slurm, "verify", run, "--json"))) == 1
+    command(slurm, "checkpoints", "prune", run, "--keep-last", "1")
+    assert len(json.loads(command(slurm, "checkpoints", "verify", run, "--json"))) == 1

@@ -1,4 +1,4 @@
-"""Nodes that a user takes from a run on Slurm: ``hpc-elastic preempt`` and ``kill``."""
+"""Nodes that a user takes from a run on Slurm: ``hpc-elastic node preempt`` and ``kill``."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def take(slurm):
 
     def call(run: Counting, *args: str) -> dict:
         done = subprocess.run(
-            slurm.on_login([COMMAND, args[0], str(run.sweep.run()), *args[1:], "--json"]),
+            slurm.on_login([COMMAND, "node", args[0], str(run.sweep.run()), *args[1:], "--json"]),
             env={**os.environ, **slurm.env}, text=True, capture_output=True,
             timeout=PATIENCE_S, stdin=subprocess.DEVNULL,
         )  # fmt: skip

@@ -159,7 +159,7 @@ def test_a_run_of_another_user_is_left_alone(user: Cluster):
         env = {**os.environ, **user.slurm.env}
         return subprocess.run(whole, env=env, text=True, capture_output=True, timeout=60)
 
-    for command in (("cancel", "-y"), ("prune", "--keep-last", "1"), ("resume",)):
+    for command in (("cancel", "-y"), ("checkpoints", "prune", "--keep-last", "1"), ("resume",)):
         refused = called(*command)
         assert refused.returncode == 1 and "belongs to another user (owner" in refused.stderr
         assert "--trust" in refused.stderr

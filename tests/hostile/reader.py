@@ -61,7 +61,18 @@ def reader() -> Iterator[Reader]:
 def _serve() -> None:
     import yaml  # noqa: F401 - what commands import when they are called
 
-    from hpc_elastic.cli import control, events, logs, main, nodes, report, status, submit, verify  # noqa: F401
+    from hpc_elastic.cli import (  # noqa: F401
+        audit,
+        checkpoints,
+        control,
+        events,
+        logs,
+        main,
+        nodes,
+        report,
+        status,
+        submit,
+    )  # fmt: skip
     from hpc_elastic.launcher import wait  # noqa: F401
 
     for line in sys.stdin:

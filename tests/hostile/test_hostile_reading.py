@@ -102,7 +102,7 @@ ATTACKS = {
     "no text": lambda file, _: file.write_bytes(b"\xff\xfe\x00" * 100),
 }
 INSIDE = {
-    "run.json": ["status", "events", "logs", "audit", "verify"],
+    "run.json": ["status", "events", "logs", "audit", "checkpoints verify"],
     "status.json": ["status"],
     "result.json": ["status", "audit"],
     "settings.json": ["status"],
@@ -111,15 +111,15 @@ INSIDE = {
     "excluded_nodes.json": [],
     ".hydra/config.yaml": [],
     ".hydra/overrides.yaml": ["status"],
-    "saves_to/0123": ["verify", "status"],
+    "saves_to/0123": ["checkpoints verify", "status"],
     str(stored_run.EVENTS): ["status", "events", "logs"],
     str(stored_run.LEDGER): ["audit"],
     str(stored_run.LOG): ["logs"],
     f"{stored_run.LOG}.times": ["logs"],
     str(stored_run.ERROR_LOG): ["logs"],
     str(stored_run.AGENT_LOG): ["logs --agent"],
-    str(stored_run.CHECKPOINT / "manifest.json"): ["verify", "status"],
-    str(stored_run.CHECKPOINT / stored_run.SHARD): ["verify"],
+    str(stored_run.CHECKPOINT / "manifest.json"): ["checkpoints verify", "status"],
+    str(stored_run.CHECKPOINT / stored_run.SHARD): ["checkpoints verify"],
     "../.hpc_elastic/local-tasks.json": ["status"],
     "../.hpc_elastic/array-0.jobid": ["status"],
     "../.hpc_elastic/logs/17_0.log": ["logs --agent"],
@@ -146,8 +146,8 @@ def test_what_is_no_file_of_a_run_harms_no_reader(run, reader, private, attack, 
     ATTACKS[attack](file, private)
     read(reader, *report_of(run))
     for command in INSIDE[name]:
-        word, *options = command.split()
-        read(reader, word, run.path, *options)
+        words, _, options = command.partition(" --")
+        read(reader, *words.split(), run.path, *([f"--{options}"] if options else []))
 
 
 @pytest.mark.parametrize("attack", ["FIFO", "endless", "huge", "folder", "socket"])
@@ -358,10 +358,13 @@ TENSORS = {
 
 def verdict(reader, run: RunDir, tmp_path: Path) -> str:
     """What `verify` prints of the checkpoint; `export` has to refuse it before it writes."""
-    found = json.loads(read(reader, "verify", run.path, "--json"))
+    found = json.loads(read(reader, "checkpoints", "verify", run.path, "--json"))
     output = tmp_path / "exported"
     output.mkdir()
-    for argv in (["export", run.path], ["export", run.path / stored_run.CHECKPOINT]):
+    for argv in (
+        ["checkpoints", "export", run.path],
+        ["checkpoints", "export", run.path / stored_run.CHECKPOINT],
+    ):
         assert "damaged" in read(reader, *argv, "-o", output / "model.pt")
     assert list(output.iterdir()) == []
     (problem,) = found[0]["problems"]
@@ -415,7 +418,7 @@ def test_a_tensor_is_exported_once(run, reader, tmp_path):
     """A state that names it a thousand times would be a thousand times its size."""
     values = {"model": [{"!": "tensor", "of": "w"}] * 1000}
     stored_run.write_checkpoint(run.path / stored_run.CHECKPOINT, values=values)
-    done = reader.run("export", run.path, "-o", tmp_path / "model.pt")
+    done = reader.run("checkpoints", "export", run.path, "-o", tmp_path / "model.pt")
     assert done.code == 1 and "named 1000 times" in done.output
     assert "Traceback (most" not in done.output and not (tmp_path / "model.pt").exists()
 
@@ -472,7 +475,7 @@ def test_a_strangers_traps_are_read_by_the_victim(stranger, reader, open_folder,
     names = (stored_run.LOG, stored_run.EVENTS, "status.json")
     done = stranger(_TRAP, run.path, private, *names)
     assert done.returncode == 0, done.stderr
-    for command in ("status", "events", "logs", "verify", "audit"):
-        read(reader, command, run.path)
-    read(reader, "prune", run.path, "--keep-last", "1", "--dry-run")
+    for command in ("status", "events", "logs", "checkpoints verify", "audit"):
+        read(reader, *command.split(), run.path)
+    read(reader, "checkpoints", "prune", run.path, "--keep-last", "1", "--dry-run")
     read(reader, *report_of(run))

@@ -1,4 +1,4 @@
-"""`hpc-elastic watch` over real connections: what other users and foreign pages can do with it."""
+"""`report --live` over real connections: what other users and foreign pages can do with it."""
 
 import contextlib
 import http.cookiejar
@@ -33,7 +33,7 @@ SLOW = 200
 
 @dataclass(frozen=True)
 class Site:
-    """A running `hpc-elastic watch`, and the browser of its owner."""
+    """A running `hpc-elastic report --live`, and the browser of its owner."""
 
     process: psutil.Process
     port: int
@@ -120,7 +120,17 @@ def run_in(folder: Path) -> RunDir:
 @contextlib.contextmanager
 def watching(run: RunDir, *args: str, request_s: float = 600.0) -> Iterator[Site]:
     """Serve the pages of a run by the command."""
-    argv = [sys.executable, "-c", _SERVE, str(request_s), "watch", str(run.path), "--json", *args]
+    argv = [
+        sys.executable,
+        "-c",
+        _SERVE,
+        str(request_s),
+        "report",
+        "--live",
+        str(run.path),
+        "--json",
+        *args,
+    ]
     pipe = subprocess.PIPE
     with subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True) as process:
         try:

@@ -87,20 +87,21 @@ def mine(tmp_path) -> RunDir:
 
 
 COMMANDS = [
-    ["cancel", "--yes"], ["resume"], ["prune", "--keep-last", "1"], ["kill"], ["preempt"],
+    ["cancel", "RUN", "--yes"], ["resume", "RUN"],
+    ["checkpoints", "prune", "RUN", "--keep-last", "1"], ["node", "kill", "RUN", "local-0"],
+    ["node", "preempt", "RUN", "local-0"],
 ]  # fmt: skip
 
 
 def called(command: list[str], run: RunDir, *options: str) -> int:
-    """Call a command on a run, and on its node if it takes one."""
-    node = ["local-0"] if command[0] in ("kill", "preempt") else []
-    return main([command[0], str(run.path), *node, *command[1:], *options])
+    """Call a command on a run."""
+    return main([str(run.path) if word == "RUN" else word for word in (*command, *options)])
 
 
 # ---- whose it is
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c[0])
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_no_command_acts_on_a_strangers_run(command, theirs, capsys):
     """Root's neither: the message has the path, its owner and mode, and what to do."""
     before = sorted(theirs.path.rglob("*"))
@@ -113,7 +114,7 @@ def test_no_command_acts_on_a_strangers_run(command, theirs, capsys):
     assert not ownership.is_trusting(), "for one command only"
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c[0])
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("mode", [0o777, 0o775])
 def test_no_command_acts_on_a_run_that_others_may_write(command, mode, mine, capsys):
     """Whoever may write it could have put anything there; the remedy is named, and works."""
@@ -139,7 +140,7 @@ def test_python_programs_are_refused_the_same(theirs, monkeypatch):
 def test_the_submission_counts_as_well(mine, capsys):
     """It has the job ids and the pids."""
     (mine.path.parent / ".hpc_elastic").chmod(0o777)
-    assert called(["cancel", "--yes"], mine) == 1
+    assert called(["cancel", "RUN", "--yes"], mine) == 1
     assert ".hpc_elastic may be written by others" in capsys.readouterr().err
 
 
@@ -185,10 +186,10 @@ def test_a_strangers_table_ends_no_process(theirs, capsys):
     """Nor if he is trusted: the process is no agent of the run."""
     with sleeping() as process:
         name_process(theirs, process.pid)
-        assert called(["cancel", "--yes"], theirs) == 1
-        assert called(["cancel", "--yes"], theirs, "--trust") == 1
+        assert called(["cancel", "RUN", "--yes"], theirs) == 1
+        assert called(["cancel", "RUN", "--yes"], theirs, "--trust") == 1
         assert f"names process {process.pid} as task 7_0, but it is" in capsys.readouterr().err
-        assert called(["kill"], theirs, "--trust") == 1
+        assert called(["node", "kill", "RUN", "local-0"], theirs, "--trust") == 1
         assert process.poll() is None and not theirs.cancelled.exists()
 
 
@@ -235,9 +236,9 @@ def test_a_strangers_jobid_file_cancels_no_job(slurm, theirs, tmp_path, capsys):
     for run in theirs, own:
         set_launcher(run, "slurm")
         Submission(run.path.parent / ".hpc_elastic").array(0).job_id_file.write_text(job)
-    assert called(["cancel", "--yes"], theirs) == 1
+    assert called(["cancel", "RUN", "--yes"], theirs) == 1
     for run, options in (theirs, ["--trust"]), (own, []):
-        assert called(["cancel", "--yes"], run, *options) == 1
+        assert called(["cancel", "RUN", "--yes"], run, *options) == 1
         text = capsys.readouterr().err
         assert f"names job {job}, which is `precious`" in text and f"scancel {job}" in text
     assert slurm.tasks("RUNNING", "PENDING") and not own.cancelled.exists()
@@ -254,7 +255,7 @@ def test_jobs_of_the_run_are_cancelled_however_they_were_submitted(slurm, mine, 
         job = submit(slurm, array.script, *lines, piped=how == "from a pipe")
     array.job_id_file.write_text(job)
     set_launcher(mine, "slurm")
-    assert called(["cancel", "--yes"], mine) == 0
+    assert called(["cancel", "RUN", "--yes"], mine) == 0
     assert not slurm.tasks("RUNNING", "PENDING")
 
 
@@ -270,7 +271,7 @@ def precious(tmp_path) -> Path:
 
 def prune(run: RunDir, *options: str) -> int:
     """Remove all checkpoints of a run but the newest."""
-    return main(["prune", str(run.path), "--keep-last", "1", *options])
+    return main(["checkpoints", "prune", str(run.path), "--keep-last", "1", *options])
 
 
 def test_a_strangers_link_removes_no_checkpoint(theirs, precious, capsys):
@@ -313,7 +314,7 @@ def test_an_own_link_to_scratch_is_followed(mine, precious):
     """Users have their checkpoints on another file system."""
     mine.checkpoints.symlink_to(precious)
     assert prune(mine) == 0 and Store(precious).steps() == [3]
-    assert main(["verify", str(mine.path)]) == 0
+    assert main(["checkpoints", "verify", str(mine.path)]) == 0
 
 
 def test_set_aside_links_are_not_emptied(tmp_path, precious):
@@ -509,8 +510,8 @@ def test_ordinary_runs_work_under_such_an_umask(mask, tmp_path, capsys):
         files = [path for path in run.path.rglob("*") if path.is_file()]
         open_to_others = {path.suffix for path in files if path.stat().st_mode & 0o002}
         assert open_to_others <= {".log", ".out", ".err", ".lock"}, "the script's own output"
-        assert main(["verify", str(run.path)]) == 0
-        assert main(["export", str(run.path), "-o", str(tmp_path / "model.pt")]) == 0
+        assert main(["checkpoints", "verify", str(run.path)]) == 0
+        assert main(["checkpoints", "export", str(run.path), "-o", str(tmp_path / "model.pt")]) == 0
         assert prune(run) == 0 and Store(tmp_path / "scratch").steps() == [3]
         assert main(["cancel", str(run.path)]) == 0
         assert main(["resume", str(run.path), "--json"]) == 0

@@ -157,12 +157,11 @@ def test_an_extension_belongs_to_one_version(name: str) -> None:
 
 def test_a_name_of_an_extension_names_what_to_install(run: Run) -> None:
     """Where it is missing: in one line, and the other commands and their list are there."""
-    for argv in (["watch", "last"], ["watch", "--all", "--port", "9000"]):
+    for argv in (["report", "--live", "."], ["report", "--live", "--all", "--port", "9000"]):
         (line,) = run("hpc-elastic", *argv, fails=True).splitlines()
-        assert line.startswith("Error: watch needs hpc_elastic_watch (No module named ")
+        assert line.startswith("Error: --live needs hpc_elastic_watch (No module named ")
         assert "pip install 'hpc_elastic[watch]'" in line
-    assert "watch " in run("hpc-elastic", "--help")
-    text = " ".join(run("hpc-elastic", "watch", "--help").split())
+    text = " ".join(run("hpc-elastic", "report", "--help").split())
     assert "pip install 'hpc_elastic[watch]'" in text
     for statement in (
         "from hpc_elastic.testing import FakeSlurm", "import hpc_elastic.testing.fake_slurm.fake"
@@ -179,7 +178,7 @@ def test_an_extension_works_once_it_is_installed(
     names = ("hpc_elastic_testing", "hpc_elastic_watch")
     install(environment, *(tools[name] for name in names))
     try:
-        assert "--control" in run("hpc-elastic", "watch", "--help")
+        assert "give RUN, or --all" in run("hpc-elastic", "report", "--live", fails=True)
         code = (
             "from hpc_elastic_watch.live_pages import _ASSETS, live_page\n"
             "for name, make in _ASSETS.items():\n"
@@ -217,7 +216,7 @@ def test_the_wheel_holds_every_module_of_the_clone(environment: Path) -> None:
 
 def test_the_command_line_answers(run: Run) -> None:
     """`hpc-elastic` is installed as a command."""
-    assert "prune" in run("hpc-elastic", "--help")
+    assert "checkpoints" in run("hpc-elastic", "--help")
 
 
 def test_hydra_finds_the_launcher_in_a_script_that_imports_nothing(

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def kill(run: Path) -> None:
     """Kill the processes of a run's first node."""
-    argv = [sys.executable, "-m", "hpc_elastic", "kill", str(run), "local-0"]
+    argv = [sys.executable, "-m", "hpc_elastic", "node", "kill", str(run), "local-0"]
     subprocess.run(argv, check=True, capture_output=True, timeout=120)
 
 

@@ -1,4 +1,4 @@
-"""hpc-elastic export and verify: what they write, find and refuse."""
+"""hpc-elastic checkpoints export and verify: what they write, find and refuse."""
 
 import json
 import math
@@ -61,7 +61,7 @@ def run(tmp_path, state):
 
 def test_an_export_is_what_torch_save_would_have_written(run, state, tmp_path, capsys):
     """Plain torch loads it with weights_only=True: whole tensors, and the values beside them."""
-    assert main(["export", str(run), "-o", str(tmp_path / "all.pt")]) == 0
+    assert main(["checkpoints", "export", str(run), "-o", str(tmp_path / "all.pt")]) == 0
     assert "step 20" in capsys.readouterr().err
     found = torch.load(tmp_path / "all.pt", weights_only=True)
     assert list(found) == ["model", "optimizer", "user"]
@@ -77,7 +77,9 @@ def test_values_that_torch_refuses_are_converted(tmp_path):
     user = {"f": np.float32(0.5), "day": np.datetime64("2020-01-01"), "c": 1j, "b": b"x"}
     user["sets"] = [{1, 2}, frozenset([(np.int64(3),)])]
     make(tmp_path / "run" / "checkpoints", 10, {"user": user})
-    assert main(["export", str(tmp_path / "run"), "-o", str(tmp_path / "all.pt")]) == 0
+    assert (
+        main(["checkpoints", "export", str(tmp_path / "run"), "-o", str(tmp_path / "all.pt")]) == 0
+    )
     found = torch.load(tmp_path / "all.pt", weights_only=True)["user"]
     assert repr([found[k] for k in ("f", "day", "c", "b")]) == "[0.5, '2020-01-01', 1j, b'x']"
     assert found["sets"] == [[1, 2], [(3,)]]
@@ -86,7 +88,10 @@ def test_values_that_torch_refuses_are_converted(tmp_path):
 def test_one_key_of_an_older_step(run, state, tmp_path):
     """The file holds just that object's state dict, which a fresh model takes."""
     file = tmp_path / "model.pt"
-    assert main(["export", str(run), "--step", "10", "--key", "model", "-o", str(file)]) == 0
+    assert (
+        main(["checkpoints", "export", str(run), "--step", "10", "--key", "model", "-o", str(file)])
+        == 0
+    )
     found = torch.load(file, weights_only=True)
     net = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.BatchNorm1d(200))
     net.load_state_dict(found)
@@ -100,7 +105,9 @@ def test_an_export_tells_scripts_what_it_wrote(run, tmp_path, capsys):
     """Standard output has nothing else; what was passed over is said beside it."""
     flip_a_bit(run / "checkpoints/step-00000020/shard-1.safetensors")
     file = tmp_path / "x.pt"
-    assert main(["export", str(run), "--key", "model", "-o", str(file), "--json"]) == 0
+    assert (
+        main(["checkpoints", "export", str(run), "--key", "model", "-o", str(file), "--json"]) == 0
+    )
     out, err = capsys.readouterr()
     told = json.loads(out)
     assert told == {
@@ -109,7 +116,7 @@ def test_an_export_tells_scripts_what_it_wrote(run, tmp_path, capsys):
         "num_tensors": len(torch.load(file, weights_only=True)),
     }  # fmt: skip
     assert "step-00000020 is damaged" in err
-    assert main(["export", "--help"]) == 0
+    assert main(["checkpoints", "export", "--help"]) == 0
     assert set(told) <= set(re.findall(r"\w+", capsys.readouterr().out))
 
 
@@ -123,7 +130,7 @@ def test_an_export_tells_scripts_what_it_wrote(run, tmp_path, capsys):
 )
 def test_an_export_of_what_is_not_there_is_refused(run, tmp_path, capsys, output, arguments, what):
     """The error says what there is, or that the output cannot be written; no file is left."""
-    assert main(["export", str(run), "-o", str(tmp_path / output), *arguments]) == 1
+    assert main(["checkpoints", "export", str(run), "-o", str(tmp_path / output), *arguments]) == 1
     assert what in capsys.readouterr().err
     assert names_in(tmp_path) == ["run"]
 
@@ -150,11 +157,11 @@ def test_an_export_needs_no_memory_for_the_state(tmp_path):
     make(tmp_path / "big", 1, {"w": torch.arange(size // 4, dtype=torch.int32)})
     code = (
         "import sys, resource, torch; from hpc_elastic.cli.main import main\n"
-        "import hpc_elastic.checkpoint.export, hpc_elastic.cli.verify\n"
+        "import hpc_elastic.checkpoint.export, hpc_elastic.cli.checkpoints\n"
         "def private(): return sum(int(line.split()[1]) for line in open('/proc/self/status')"
         " if line.startswith('RssAnon'))\n"
         "before = private()\n"
-        "assert main(['export', sys.argv[1], '-o', sys.argv[2]]) == 0\n"
+        "assert main(['checkpoints', 'export', sys.argv[1], '-o', sys.argv[2]]) == 0\n"
         "print(private() - before)\n"
     )
     arguments = [sys.executable, "-c", code, str(tmp_path / "big"), str(tmp_path / "big.pt")]
@@ -166,31 +173,31 @@ def test_an_export_needs_no_memory_for_the_state(tmp_path):
 
 def test_verify_shows_all_checkpoints_or_one(run, capsys):
     """A table of all, and exit code 0 where all are good; a damaged manifest is found."""
-    assert main(["verify", str(run)]) == 0
+    assert main(["checkpoints", "verify", str(run)]) == 0
     said = capsys.readouterr().out
     assert "step-00000010" in said and "step-00000020" in said and "good" in said
     folder = run / "checkpoints/step-00000010"
-    assert main(["verify", str(folder)]) == 0
+    assert main(["checkpoints", "verify", str(folder)]) == 0
     flip_a_bit(folder / MANIFEST)
-    assert main(["verify", str(folder)]) == 1
+    assert main(["checkpoints", "verify", str(folder)]) == 1
 
 
 @pytest.mark.parametrize("where", [".", "checkpoints"])
 def test_verify_names_what_is_damaged(run, capsys, where):
     """Exit code 1, the file and what is wrong with it; the other checkpoint is good."""
     flip_a_bit(run / "checkpoints/step-00000020/shard-2.safetensors")
-    assert main(["verify", str(run / where), "--json"]) == 1
+    assert main(["checkpoints", "verify", str(run / where), "--json"]) == 1
     newest, oldest = json.loads(capsys.readouterr().out)
     assert newest["step"] == 20 and newest["world_size"] == 3
     assert "shard-2.safetensors" in newest["problems"][0]
     assert oldest["problems"] == []
-    assert main(["verify", str(run / where)]) == 1
+    assert main(["checkpoints", "verify", str(run / where)]) == 1
     assert "shard-2.safetensors" in capsys.readouterr().out
 
 
 def test_verify_without_checkpoints(tmp_path, capsys):
     """The error says where they would be."""
-    assert main(["verify", str(tmp_path)]) == 1
+    assert main(["checkpoints", "verify", str(tmp_path)]) == 1
     assert "has no checkpoints" in capsys.readouterr().err
 
 
@@ -198,7 +205,8 @@ def test_verifying_needs_no_torch(run):
     """A login node checks checkpoints without importing torch."""
     code = (
         "import sys; from hpc_elastic.cli.main import main\n"
-        "code = main(['verify', sys.argv[1], '--json']); assert 'torch' not in sys.modules\n"
+        "code = main(['checkpoints', 'verify', sys.argv[1], '--json'])\n"
+        "assert 'torch' not in sys.modules\n"
         "sys.exit(code)"
     )
     subprocess.run([sys.executable, "-c", code, str(run)], check=True, capture_output=True)
@@ -217,17 +225,20 @@ def test_checkpoints_are_found_wherever_the_script_keeps_them(tmp_path, monkeypa
         checkpoints.wait()
         checkpoints.save(7)
     assert directories_of(RunDir(run)) == [elsewhere]
-    assert main(["verify", str(run), "--json"]) == 0
+    assert main(["checkpoints", "verify", str(run), "--json"]) == 0
     assert [found["step"] for found in json.loads(capsys.readouterr().out)] == [7, 5]
-    assert main(["export", str(run), "--key", "net", "-o", str(tmp_path / "net.pt")]) == 0
+    assert (
+        main(["checkpoints", "export", str(run), "--key", "net", "-o", str(tmp_path / "net.pt")])
+        == 0
+    )
     assert torch.load(tmp_path / "net.pt", weights_only=True).keys() == net.state_dict().keys()
 
     with Checkpointer({"net": net}, run / "checkpoints") as customary:
         customary.save(6)
     capsys.readouterr()
-    assert main(["verify", str(run), "--json"]) == 0
+    assert main(["checkpoints", "verify", str(run), "--json"]) == 0
     assert [found["step"] for found in json.loads(capsys.readouterr().out)] == [7, 6, 5]
-    assert main(["export", str(run), "-o", str(tmp_path / "all.pt")]) == 1
+    assert main(["checkpoints", "export", str(run), "-o", str(tmp_path / "all.pt")]) == 1
     told = capsys.readouterr().err
     assert "several directories" in told and str(elsewhere) in told
 

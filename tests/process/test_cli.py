@@ -369,8 +369,15 @@ def test_launch_refuses_a_lambda(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["render", "train.py"], "render is now called submit --dry-run\n"),
-        (["stauts"], "no such command: stauts (did you mean 'status'?)"),
+        (
+            ["render", "train.py"],
+            "no such command: render. Did you mean `hpc-elastic submit --dry-run`?",
+        ),
+        (["stauts"], "no such command: stauts. Did you mean `hpc-elastic status`?"),
+        (["verify", "last"], "Did you mean `hpc-elastic checkpoints verify`?"),
+        (["when", "train.py"], "Did you mean `hpc-elastic submit --test-only`?"),
+        (["watch"], "Did you mean `hpc-elastic report --live`?"),
+        (["node", "kil"], "no such command: kil. Did you mean `hpc-elastic node kill`?"),
         (["frobnicate"], "no such command: frobnicate\n"),
         (["status", "--wacth", "x"], "--watch"),
     ],
@@ -417,7 +424,9 @@ def test_an_error_has_a_code_and_a_remedy_as_json(error, code, key, remedy, monk
     assert told["message"] in err
 
 
-@pytest.mark.parametrize("argv", [["prune", "last", "--keep-last", "0"], ["prune", "last"]])
+@pytest.mark.parametrize(
+    "argv", [["checkpoints", "prune", "last", *more] for more in (["--keep-last", "0"], [])]
+)
 def test_nothing_is_asked_without_a_terminal(argv, tmp_path, monkeypatch):
     """The option that confirms it is named."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

@@ -1,4 +1,4 @@
-"""``hpc-elastic preempt`` and ``kill``: which node is meant, and what is refused."""
+"""``hpc-elastic node preempt`` and ``kill``: which node is meant, and what is refused."""
 
 import json
 from dataclasses import replace
@@ -42,9 +42,9 @@ def run(tmp_path, lives):
 
 def refusal(run, node, capsys) -> str:
     """Return why neither command takes a node."""
-    assert main(["kill", str(run.path), node]) == 1
+    assert main(["node", "kill", str(run.path), node]) == 1
     killed = capsys.readouterr().err
-    assert main(["preempt", str(run.path), node]) == 1
+    assert main(["node", "preempt", str(run.path), node]) == 1
     assert capsys.readouterr().err == killed
     assert not list(run.notices.iterdir()) and not read_events(run.event_logs)
     return killed
@@ -67,7 +67,7 @@ def test_a_sweep_that_was_moved_meanwhile_is_not_taken_for_lost(run, tmp_path, c
     assert main(["status", there, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["phase"] == "training" and "does not exist" in told["notes"][0]
-    for command in (["cancel", "--yes"], ["kill"], ["preempt"]):
+    for command in (["cancel", "--yes"], ["node", "kill"], ["node", "preempt"]):
         node = [] if command[0] == "cancel" else ["local-0"]
         assert main([*command, there, *node]) == 1
         assert "move it back" in capsys.readouterr().err
@@ -95,7 +95,7 @@ def test_a_node_that_leaves_is_told_of(run, name, monkeypatch, capsys):
         return 3.0
 
     monkeypatch.setattr(nodes, "wait_until", leave)
-    assert main(["preempt", str(run.path), name, "--grace-s", "12"]) == 0
+    assert main(["node", "preempt", str(run.path), name, "--grace-s", "12"]) == 0
     out = capsys.readouterr().out
     assert "preempting local-1 (task 7_1, attempt 2): it has 12 s" in out
     assert "left after 3.0 s; all ranks saved step 9; its task starts again" in out
@@ -105,7 +105,7 @@ def test_a_node_that_leaves_is_told_of(run, name, monkeypatch, capsys):
 
 def test_a_notice_that_nobody_takes_is_withdrawn(run, capsys):
     """No leader is there; the exit code says that the node is."""
-    assert main(["preempt", str(run.path), "local-0", "--wait-s", "0", "--json"]) == 1
+    assert main(["node", "preempt", str(run.path), "local-0", "--wait-s", "0", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert (told["left"], told["after_s"], told["comes_back"]) == (False, None, None)
     assert not list(run.notices.iterdir())
@@ -115,7 +115,7 @@ def test_a_node_that_does_not_go_is_told_of(run, monkeypatch, capsys):
     """And the processes that are killed are those of its task."""
     killed = []
     monkeypatch.setattr(Scheduler, "kill_task", lambda self, task: killed.append(task))
-    assert main(["kill", str(run.path), "local-1", "--wait-s", "0"]) == 1
+    assert main(["node", "kill", str(run.path), "local-1", "--wait-s", "0"]) == 1
     assert killed == ["7_1"] and "local-1 is still there after 0 s" in capsys.readouterr().err
 
 
@@ -173,7 +173,7 @@ def test_a_killed_node_that_does_not_come_back_is_told_of(
         write_table(submission, **{"7_0": {"node": "local-0", **task}, "7_1": lives})
 
     monkeypatch.setattr(Scheduler, "kill_task", kill)
-    assert main(["kill", str(run.path), "local-0"]) == 0
+    assert main(["node", "kill", str(run.path), "local-0"]) == 0
     assert says in capsys.readouterr().out
 
 
@@ -213,5 +213,5 @@ def test_a_command_reads_no_history(run, monkeypatch, capsys, command, num_parse
 
     monkeypatch.setattr(nodes, "wait_until", leave)
     monkeypatch.setattr(Scheduler, "kill_task", lambda self, task: None)
-    assert main([command, str(run.path), "local-1"]) == 0
+    assert main(["node", command, str(run.path), "local-1"]) == 0
     assert len(parsed) == num_parsed and "local-1" in capsys.readouterr().out

@@ -39,7 +39,7 @@ class CommandRun(LocalRun):
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Return the outcome of a command about the run."""
-        argv = [*COMMAND, arguments[0], str(self.path), *arguments[1:]]
+        argv = [*COMMAND, *(str(self.path) if a == "RUN" else a for a in arguments)]
         return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
 
     def trains_with(self, num_nodes: int, times: int) -> None:
@@ -64,7 +64,7 @@ def test_a_converted_script_is_killed_and_grows(name, tmp_path):
     script = str(EXAMPLES / f"after/{name}.py")
     with CommandRun(tmp_path, "python", script, "24", "0.05", settings=("--nodes", "1:2")) as run:
         run.trains_with(2, 1)
-        assert run.command("kill", "local-1").returncode == 0
+        assert run.command("node", "kill", "RUN", "local-1").returncode == 0
         run.trains_with(2, 2)
         assert run.wait() == 0, run.output()
     assert run.command("audit").returncode == 0
@@ -81,7 +81,7 @@ def test_a_script_as_it_is_starts_anew(name, tmp_path):
     script = str(EXAMPLES / f"before/{name}.py")
     with CommandRun(tmp_path, "python", script, "3", "0.02", settings=("--nodes", "2")) as run:
         run.trains_with(2, 1)
-        assert run.command("kill", "local-1").returncode == 0
+        assert run.command("node", "kill", "RUN", "local-1").returncode == 0
         assert run.wait() == 0, run.output()
     status = run.command("status", "--json")
     assert yaml.safe_load(status.stdout)["step"] >= 3 * (1797 // 48)

@@ -15,7 +15,6 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-import click
 import pytest
 import torch.distributed as dist
 import yaml
@@ -25,8 +24,8 @@ from hydra.core.override_parser.types import IntervalSweep
 from omegaconf import OmegaConf
 
 from doc_pages import NAMES, ROOT, Block, blocks_of, typed_lines
+from helps import named
 from hpc_elastic.cli import options
-from hpc_elastic.cli.main import program
 from hpc_elastic.config.resolve import resolve
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.ft.coordination import LighthouseServer
@@ -250,7 +249,7 @@ def check_settings(page: str, script: str, words: list[str], folder: Path) -> No
 def check_ours(page: str, words: list[str], folder: Path) -> None:
     """Have a command of ours parse its arguments, and check the settings among them."""
     name, arguments = words[0], words[1:]
-    if name in ("submit", "when", "resume"):
+    if name in ("submit", "resume"):
         settings = [word for word in arguments if "=" in word and not word.startswith("--")]
         scripts = [word for word in arguments if word.endswith(".py")]
         for script in scripts:
@@ -260,10 +259,9 @@ def check_ours(page: str, words: list[str], folder: Path) -> None:
             check_settings(page, scripts[0], settings, folder)
         else:
             check_settings(page, "none.py", ["+launcher=slurm", *settings], folder)
-    context = click.Context(program, info_name="hpc-elastic", **program.context_settings)
-    command = program.get_command(context, name)
+    command, context, rest = named(words)
     assert command is not None, words
-    command.make_context(name, list(arguments), parent=context)
+    command.make_context(name, rest, parent=context)
 
 
 def check_pip(words: list[str]) -> None:

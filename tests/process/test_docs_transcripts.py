@@ -26,8 +26,8 @@ FAILURES = ROOT / "docs/explanation/what-a-failure-looks-like.md"
 LARGER = ROOT / "docs/tutorial/5-larger-model.md"
 PATIENCE_S = 300.0
 
-LOOKS = ("status", "events", "logs", "verify", "audit")
-DISTURBS = ("preempt", "kill", "cancel")
+LOOKS = ("status", "events", "logs", "checkpoints verify", "audit")
+DISTURBS = ("node preempt", "node kill", "cancel")
 
 
 def plain(line: str) -> str:
@@ -112,11 +112,14 @@ class Terminal:
     def type(self, line: str, shown: list[str], *, at_leader: bool) -> None:
         """Type a line of the page, and compare."""
         words = line.split()
-        kind = words[1] if words[0] == "hpc-elastic" else ""
+        kind = next(
+            (k for k in (*LOOKS, *DISTURBS) if f"{line} ".startswith(f"hpc-elastic {k} ")), ""
+        )
+        run = words[1 + len(kind.split())] if kind else "last"
         if kind in DISTURBS or words[0] == "dd":
-            self.until_it_trains(words[2] if kind else "last")
-        if kind in ("preempt", "kill"):
-            line = line.replace(words[3], self.node(words[2], leads=at_leader))
+            self.until_it_trains(run)
+        if kind.startswith("node "):
+            line = line.replace(words[4], self.node(run, leads=at_leader))
         if kind in LOOKS:
             self.until(line, shown)
         else:

@@ -20,7 +20,9 @@ def test_a_sharded_gpt_is_killed_and_grows(compiled, tmp_path):
     overrides = ("launcher=local", "nodes=1:2", *stretched, f"compile={compiled}")
     with LocalRun(SCRIPT, tmp_path, *overrides) as run:
         run.eventually(lambda: len(run.events("first_step")) >= 2, "both nodes train")
-        subprocess.run([*COMMAND, "kill", str(run.path), "local-1"], check=True, timeout=120)
+        subprocess.run(
+            [*COMMAND, "node", "kill", str(run.path), "local-1"], check=True, timeout=120
+        )
         assert run.wait() == 0, run.output()
     sizes = [event["nodes"] for event in run.events("round")]
     assert 1 in sizes and sizes.count(2) >= 2

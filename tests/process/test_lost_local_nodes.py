@@ -114,7 +114,7 @@ def test_a_run_has_the_sizes_that_it_was_given_only(start, tmp_path):
     """Three of four nodes train as two; the fourth comes back, and they are four again."""
     run = start("nodes=1:4", "launcher.world_sizes=[1,2,4]", "launcher.agent.warm_workers=false")
     trains(run, 4)
-    call("preempt", run.path, "local-1")
+    call("node", "preempt", run.path, "local-1")
     trains(run, 4, 2, 4)
     (tmp_path / "over").touch()
     assert run.wait() == 0, run.output()
@@ -125,8 +125,8 @@ def test_a_node_that_is_lost_comes_back(start, tmp_path):
     run = start("nodes=1:2")
     trains(run, 2)
     assert sorted(agents(run)) == ["local-0", "local-1"]
-    told = json.loads(call("preempt", run.path, "local-1", "--json"))
-    assert not not_in_help("preempt", told)
+    told = json.loads(call("node", "preempt", run.path, "local-1", "--json"))
+    assert not not_in_help("node preempt", told)
     assert (told["left"], told["comes_back"], told["attempt"]) == (True, True, 0), told
     trains(run, 2, 1, 2)
     assert told["step"] == steps(run, 1)[-1] == steps(run, 2)[0] - 1
@@ -135,7 +135,7 @@ def test_a_node_that_is_lost_comes_back(start, tmp_path):
     led, (other,) = leader(run), {"local-0", "local-1"} - {leader(run)}
     os.kill(agents(run)[other], signal.SIGKILL)
     trains(run, 2, 1, 2, 1, 2)
-    said = call("kill", run.path, led)
+    said = call("node", "kill", run.path, led)
     assert f"killing {led}" in said and "its task starts again" in said
     trains(run, 2, 1, 2, 1, 2, 1, 2)
     assert leader(run) == other
@@ -153,7 +153,7 @@ def test_a_node_that_is_lost_comes_back(start, tmp_path):
     assert f"killed the processes of {led}" in texts[0]
     for text in (*texts, run.output()):
         assert "slurm" not in text.lower(), text
-    assert "has ended (succeeded)" in call("preempt", run.path, "local-1", code=1)
+    assert "has ended (succeeded)" in call("node", "preempt", run.path, "local-1", code=1)
 
 
 @pytest.mark.long

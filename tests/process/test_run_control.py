@@ -297,7 +297,7 @@ def test_a_directory_that_another_run_has_taken_is_not_pruned(tmp_path, capsys):
     step = run.path / "checkpoints" / "step-00000009"
     step.mkdir(parents=True)
     owner.write(step.parent, Owner("later-1", "/runs/later", restarts=True), replaces=False)
-    assert main(["prune", str(run.path), "--keep-last", "0", "--yes"]) == 1
+    assert main(["checkpoints", "prune", str(run.path), "--keep-last", "0", "--yes"]) == 1
     assert "belongs to the run later-1 (/runs/later) now" in capsys.readouterr().err
     assert step.exists()
 
@@ -315,7 +315,7 @@ def test_what_can_not_be_removed_is_named(tmp_path, monkeypatch, capsys):
     kept = run.path / "checkpoints" / f".staging-step-9-r1u{tag(run.load().run_id)}-0"
     kept.mkdir(parents=True)
     monkeypatch.setattr(Store, "remove", refuse)
-    prune = ["prune", str(run.path), "--keep-last", "1"]
+    prune = ["checkpoints", "prune", str(run.path), "--keep-last", "1"]
     assert main(prune) == 1
     assert capsys.readouterr().err == f"could not be removed: {kept}\n"
     assert main([*prune, "--json"]) == 1
@@ -342,26 +342,26 @@ def test_what_fails_in_the_background_is_told_in_front():
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_script_of_each_shell_asks_the_command(shell, capsys):
     """It sets the variable by which click answers."""
-    assert main(["completion", shell]) == 0
+    assert main(["init", "--completion", shell]) == 0
     assert "_HPC_ELASTIC_COMPLETE" in capsys.readouterr().out
 
 
 BASH = """
-eval "$(hpc-elastic completion bash)"
+eval "$(hpc-elastic init --completion bash)"
 COMP_WORDS=(hpc-elastic cancel dig) COMP_CWORD=2
 _hpc_elastic_completion hpc-elastic
 printf '%s\\n' "${COMPREPLY[@]}"
 """
 ZSH = """
 autoload -U compinit && compinit -D -u
-eval "$(hpc-elastic completion zsh)"
+eval "$(hpc-elastic init --completion zsh)"
 (( $+functions[$_comps[hpc-elastic]] ))
 compadd() { print -rl -- ${(P)@[-1]} }
 words=(hpc-elastic cancel dig) CURRENT=3
 _hpc_elastic_completion
 """
 FISH = """
-hpc-elastic completion fish | source
+hpc-elastic init --completion fish | source
 complete --do-complete 'hpc-elastic cancel dig'
 """
 

@@ -33,7 +33,7 @@ FOLLOWING = (
 """What goes on until the run has ended; no result is written when it is cancelled."""
 AS_NOBODY = f"""
 import os, sys
-import hpc_elastic.cli.control
+import hpc_elastic.cli.checkpoints, hpc_elastic.cli.control
 import hpc_elastic.checkpoint.store, hpc_elastic.launcher.control
 import hpc_elastic.launcher.detach
 from hpc_elastic.cli.main import main
@@ -126,7 +126,10 @@ def test_a_run_is_cancelled_resumed_cleaned_and_ends_without_a_sample_lost(runs)
     told = runs.submit("nodes=2", "epochs=10")
     run_id = told["runs"][0]["run_id"]
     eventually(lambda: len(runs.steps()) > 1, within_s=120)
-    assert "goes on" in runs.call("prune", run_id, "--keep-last", "0", "--yes", code=1).stderr
+    assert (
+        "goes on"
+        in runs.call("checkpoints", "prune", run_id, "--keep-last", "0", "--yes", code=1).stderr
+    )
     assert "still has tasks" in runs.call("resume", run_id, code=1).stderr
     watchers = [runs.start(*argv) for argv in FOLLOWING]
     text = runs.call("cancel", run_id).stdout
@@ -137,7 +140,7 @@ def test_a_run_is_cancelled_resumed_cleaned_and_ends_without_a_sample_lost(runs)
     eventually(lambda: not psutil.pid_exists(told["pid"]), within_s=60)
     assert not processes_of(runs.folder)
     assert "was cancelled already by" in runs.call("cancel", "last").stdout
-    verified = json.loads(runs.call("verify", run_id, "--json").stdout)
+    verified = json.loads(runs.call("checkpoints", "verify", run_id, "--json").stdout)
     saved = max(v["step"] for v in verified)
 
     refused = runs.call("resume", run_id, "lr=1", code=1).stderr
@@ -146,9 +149,11 @@ def test_a_run_is_cancelled_resumed_cleaned_and_ends_without_a_sample_lost(runs)
     assert resumed["generation"] == 1 and Path(resumed["log"]).exists()
     assert not not_in_help("resume", resumed)
     eventually(lambda: max(runs.steps()) > saved, within_s=120)
-    cleaned = json.loads(runs.call("prune", run_id, "--keep-last", "1", "--json").stdout)
+    cleaned = json.loads(
+        runs.call("checkpoints", "prune", run_id, "--keep-last", "1", "--json").stdout
+    )
     assert cleaned["left"] == [] and cleaned["freed_bytes"] > 0 and len(cleaned["kept"]) == 1
-    assert not not_in_help("prune", cleaned)
+    assert not not_in_help("checkpoints prune", cleaned)
     assert runs.ends()["status"] == "succeeded"
     assert [e["kind"] for e in runs.events("cancel") + runs.events("resume")] == [
         "cancel",
@@ -188,7 +193,7 @@ def test_checkpoints_are_kept_by_what_is_in_them(runs):
     staging = checkpoints / f".staging-step-9-r1u{tag(RunDir(runs.run).load().run_id)}-0"
     staging.mkdir()
     (staging / "part").write_bytes(bytes(1000))
-    argv = ["prune", "last", "--keep-last", "1", "--json"]
+    argv = ["checkpoints", "prune", "last", "--keep-last", "1", "--json"]
     told = json.loads(runs.call(*argv, "--dry-run").stdout)
     assert told["kept"] == [newest] and set(told["damaged"]) == {str(newest + 1), str(newest + 2)}
     assert newest in runs.steps() and staging.exists()
@@ -196,8 +201,8 @@ def test_checkpoints_are_kept_by_what_is_in_them(runs):
     assert [r["folder"] for r in done["removed"]] == [r["folder"] for r in told["removed"]]
     assert runs.steps() == [newest, newest + 1, newest + 2]
     assert not list(checkpoints.glob(".staging*")) and not list(checkpoints.glob(".trash*"))
-    assert "--yes" in runs.call("prune", "last", "--keep-last", "0", code=2).stderr
-    runs.call("prune", "last", "--keep-last", "0", "--yes")
+    assert "--yes" in runs.call("checkpoints", "prune", "last", "--keep-last", "0", code=2).stderr
+    runs.call("checkpoints", "prune", "last", "--keep-last", "0", "--yes")
     assert runs.steps() == []
 
 
@@ -222,7 +227,7 @@ def test_a_run_of_somebody_else_is_refused_and_left_alone(runs):
     eventually(lambda: runs.events("round"), within_s=120)
     for folder in (runs.folder, *runs.folder.parents):
         folder.chmod(folder.stat().st_mode | 0o055)
-    for argv in (["cancel"], ["resume"], ["prune", "--keep-last", "1"]):
+    for argv in (["cancel"], ["resume"], ["checkpoints", "prune", "--keep-last", "1"]):
         done = as_nobody(*argv, runs.run)
         assert done.stderr.startswith("hpc-elastic: ") and "Permission denied" in done.stderr
         assert "Traceback" not in done.stderr

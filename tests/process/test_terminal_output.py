@@ -35,9 +35,11 @@ FAKE = "\nthe run succeeded"
 KEPT = {"kind", "launcher", "phase", "status", "reason", "outcome", "state", "file", "submission"}
 """Keys whose values are words of ours, or names of files that are to be found."""
 COMMANDS = [
-    ("status",), ("status", "--json"), ("events",), ("events", "--all"), ("logs",), ("verify",),
-    ("prune", "--keep-last", "1", "--dry-run"), ("cancel", "-y"), ("report", "--json"),
-    ("export", "-o", "state.pt"), ("audit",), ("wait",), ("list", "--all"), ("resume",),
+    ("status",), ("status", "--json"), ("events",), ("events", "--all"), ("logs",),
+    ("checkpoints", "verify", "RUN"),
+    ("checkpoints", "prune", "RUN", "--keep-last", "1", "--dry-run"), ("cancel", "-y"),
+    ("report", "--json"), ("checkpoints", "export", "RUN", "-o", "state.pt"),
+    ("audit",), ("wait",), ("list", "--all"), ("resume",),
 ]  # fmt: skip
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 REDRAWN = re.compile(r"\x1b\[\?25[lh]|\r?\x1b\[(1A\x1b\[)?2K")
@@ -87,7 +89,8 @@ def test_nothing_of_a_run_commands_the_terminal(run, command, on_terminal, capsy
     if on_terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
     name, *more = command
-    main([name, *([] if name == "list" else [str(run)]), *more])
+    words = command if name in ("list", "checkpoints") else (name, "RUN", *more)
+    main([str(run) if word == "RUN" else word for word in words])
     shown = "".join(capsys.readouterr())
     assert shown
     rest = COLOUR.sub("", shown) if on_terminal else shown

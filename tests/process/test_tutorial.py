@@ -28,7 +28,9 @@ def test_a_script_of_the_tutorial_survives_a_preemption(elastic, tmp_path):
     """The plain one starts again from its beginning, the elastic one loses no step."""
     with LocalRun(script(tmp_path, elastic=elastic), tmp_path, "+launcher=local", "nodes=2") as run:
         run.eventually(lambda: len(run.events("first_step")) == 2, "both nodes train")
-        subprocess.run([*COMMAND, "preempt", str(run.path), "local-1"], check=True, timeout=120)
+        subprocess.run(
+            [*COMMAND, "node", "preempt", str(run.path), "local-1"], check=True, timeout=120
+        )
         assert run.wait() == 0, run.output()
     restored = [event["restored"] for event in run.events("first_step")][2:]
     assert len(restored) == 2 and all((step is not None) == elastic for step in restored)

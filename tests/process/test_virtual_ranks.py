@@ -184,9 +184,9 @@ def test_a_run_that_is_killed_preempted_and_grown_has_the_curve_of_one_process(t
     command = ("python", script, str(disturbed), str(num_steps))
     with CommandRun(disturbed, *command, settings=("--nodes", "1:3")) as run:
         run.trains_with(3, 1)
-        assert run.command("kill", "local-1").returncode == 0
+        assert run.command("node", "kill", "RUN", "local-1").returncode == 0
         run.trains_with(3, 2)
-        assert run.command("preempt", "local-2").returncode == 0
+        assert run.command("node", "preempt", "RUN", "local-2").returncode == 0
         run.trains_with(2, 1)
         run.trains_with(3, 3)
         (disturbed / "fast").touch()

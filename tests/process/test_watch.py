@@ -1,4 +1,4 @@
-"""`hpc-elastic watch`: who may see its pages, and what they show in a real browser."""
+"""`hpc-elastic report --live`: who may see its pages, and what they show in a real browser."""
 
 import contextlib
 import hashlib
@@ -28,7 +28,7 @@ from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.scheduler import QueueSnapshot
 from hpc_elastic_watch.live_pages import application, command_line
 from hpc_elastic_watch.live_runs import LiveRun, LiveRuns
-from hpc_elastic_watch.watch import listen
+from hpc_elastic_watch.serve import listen
 from specs import set_launcher
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ NASTY = "</script><script>window.hacked=1</script><b>bold</b><img src=x onerror=
 @contextlib.contextmanager
 def watching(*args: str | Path) -> Iterator[str]:
     """Run the command; yield the URL that it prints. It ends quietly at Ctrl-C."""
-    argv, pipe = [COMMAND, "watch", *args], subprocess.PIPE
+    argv, pipe = [COMMAND, "report", "--live", *args], subprocess.PIPE
     with subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True) as process:
         try:
             url, forward = (process.stdout.readline() for _ in range(2))
@@ -178,7 +178,7 @@ def test_a_page_can_ask_for_four_commands_and_no_option():
     assert command_line(run, {"command": "cancel"}) == ["cancel", run, "--yes"]
     assert command_line(run, {"command": "resume", "nodes": ""}) == ["resume", run]
     assert command_line(run, {"command": "resume", "nodes": "2:4"}) == ["resume", run, "nodes=2:4"]
-    assert command_line(run, {"command": "kill", "node": "n1"}) == ["kill", run, "n1"]
+    assert command_line(run, {"command": "kill", "node": "n1"}) == ["node", "kill", run, "n1"]
     for wrong in (
         {}, {"command": "prune"}, {"command": "preempt"}, {"command": "kill", "node": "--help"},
         {"command": "resume", "nodes": "4 launcher.env=x"}, {"command": "kill", "node": ["n1"]},
@@ -205,7 +205,7 @@ def test_a_port_that_is_taken_is_left_or_named(sweep, capsys):
         assert ports[0][0] == ports[1][0] == "127.0.0.1" and ports[0][1] < ports[1][1]
         with pytest.raises(HpcElasticError, match=f"--port {ports[0][1]}: .*give another port"):
             listen(ports[0][1])
-    assert main(["watch"]) == main(["watch", str(sweep), "--all"]) == 2
+    assert main(["report", "--live"]) == main(["report", "--live", str(sweep), "--all"]) == 2
     assert "give RUN, or --all" in capsys.readouterr().err
 
 

@@ -23,14 +23,14 @@ def test_commands_are_found():
 ```console
 $ python train.py -m launcher=slurm nodes=1:4 \\
     launcher.time=60
-$ eval "$(hpc-elastic completion bash)"   # once
+$ eval "$(hpc-elastic init --completion bash)"   # once
 output, which is no command
 ```
 """
     sentence, training, *completion = commands(text)[-1:] + commands(text)[:-1]
     assert sentence == ["hpc-elastic", "events", "RUN", "--raw"]
     assert training[-1] == "launcher.time=60"
-    assert ["hpc-elastic", "completion", "bash"] in completion
+    assert ["hpc-elastic", "init", "--completion", "bash"] in completion
     pages = "\n".join(path.read_text() for path in (ROOT / "docs/tutorial").glob("*.md"))
     of_tutorial = {words[1] for words in commands(pages) if words[1:]}
     assert {"doctor", "status", "events", "cancel", "resume"} <= of_tutorial

@@ -94,7 +94,9 @@ def test_the_options_and_keys_that_the_skill_names_are_there():
     """Its command lines are parsed with those of the documentation; here, what its text names."""
     text = (folder("examples") / "start" / "SKILL.md").read_text()
     for option in set(re.findall(r"`(--[a-z-]+)`", text)):
-        assert any(option in help_of(name) for name in ("submit", "cancel", "prune")), option
+        assert any(option in help_of(name) for name in ("submit", "cancel", "checkpoints prune")), (
+            option
+        )
     for name, keys in {
         "status": ("phase", "warnings", "ended", "failure", "queued", "lost", "unknown"),
         "submit": ("repeated",),

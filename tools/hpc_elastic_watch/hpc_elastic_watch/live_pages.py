@@ -1,4 +1,4 @@
-"""The pages of `hpc-elastic watch`, as an ASGI application.
+"""The pages of `hpc-elastic report --live`, as an ASGI application.
 
 Other users of a login node reach its ports, and so does each page that the user's browser shows. So
 a request needs a token, which is in the printed URL and then in a cookie that scripts cannot read;
@@ -136,7 +136,9 @@ class _Guard:
             )
             return response
         if not self._is_token(_cookie_in(headers.get("cookie", ""))):
-            return _refused("open the whole URL that hpc-elastic watch has printed, with its token")
+            return _refused(
+                "open the whole URL that hpc-elastic report --live has printed, with its token"
+            )
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             return _refused("other pages cannot use these")
         changes = scope["method"] not in ("GET", "HEAD")
@@ -273,7 +275,7 @@ class _Pages:
         if run is None:
             return _missing()
         if not self._control:
-            text = "these pages are read-only: start hpc-elastic watch --control"
+            text = "these pages are read-only: start hpc-elastic report --live --control"
             return JSONResponse({"error": text}, 403)
         body = b""
         async for part in request.stream():
@@ -312,7 +314,7 @@ def command_line(run: str, request: dict[str, Any]) -> list[str]:
         case {"command": "preempt" | "kill" as command, "node": str(node)} if (
             node and not node.startswith("-")
         ):
-            return [command, run, node]
+            return ["node", command, run, node]
     raise ValueError("cancel, resume with nodes, or preempt or kill with a node is needed")
 
 

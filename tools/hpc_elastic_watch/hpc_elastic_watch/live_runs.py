@@ -1,4 +1,4 @@
-"""The runs that `hpc-elastic watch` shows, read by one thread for all open pages.
+"""The runs that `hpc-elastic report --live` shows, read by one thread for all open pages.
 
 A shared file server, and Slurm, are asked seldom:
 

@@ -1,4 +1,4 @@
-"""`hpc-elastic when` on a cluster of shell scripts, which print what Slurm's commands print."""
+"""`submit --test-only` on a cluster of shell scripts, which print what Slurm's commands print."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def starts(hours: float) -> str:
 
 def when(capsys, *overrides: str) -> dict:
     """What the command prints as JSON."""
-    assert main(["when", "--json", "train.py", "+launcher=slurm", *overrides]) == 0
+    assert main(["submit", "--test-only", "--json", "train.py", "+launcher=slurm", *overrides]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -77,7 +77,7 @@ def test_a_shorter_time_limit_that_fits_in_a_gap_is_found(cluster, capsys, tmp_p
     """Two nodes are idle until a planned job: two hours start now, and twelve after that job."""
     cluster(test=starts(0))
     found = when(capsys, "nodes=1:4", "launcher.time=12:00:00")
-    assert not not_in_help("when", found) and found["partition"] == "gpu"
+    assert not not_in_help("submit", found) and found["partition"] == "gpu"
     assert (found["idle"], found["planned"], found["busy"], found["out_of_service"]) == (2, 2, 1, 1)
     own, shorter = found["shapes"]
     assert (own["time_limit_s"], shorter["time_limit_s"]) == (12 * HOUR, 2 * HOUR)
@@ -140,7 +140,7 @@ def test_the_forecast_in_words(cluster, capsys):
     """Which time limit starts soonest, and in place of what; without a word of the script's."""
     cluster(test=starts(0))
     arguments = ["train.py", "+launcher=slurm", "nodes=1:4", "launcher.time=12:00:00"]
-    assert main(["when", *arguments]) == 0
+    assert main(["submit", "--test-only", *arguments]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("gpu: 4 nodes, 2 idle (2 planned for other jobs), 1 busy, 1 out")
     assert "launcher.time=120 starts soonest: now with 2 nodes; with 12 h the start is at" in shown
@@ -183,7 +183,7 @@ def test_what_is_not_known_is_named(cluster, capsys):
 def test_what_sbatch_refuses_is_an_error_with_its_key(cluster, capsys):
     """As at a submission. A size that it refuses is a note."""
     cluster(test="echo 'sbatch: error: Invalid qos specification' >&2; exit 1")
-    assert main(["when", "train.py", "+launcher=slurm", "launcher.qos=x"]) == 1
+    assert main(["submit", "--test-only", "train.py", "+launcher=slurm", "launcher.qos=x"]) == 1
     assert "launcher.qos" in capsys.readouterr().err
     refuses = 'case "$*" in *nodes=4*) echo "allocation failure: too many" >&2; exit 1;; esac; '
     cluster(test=refuses + starts(0))
@@ -194,7 +194,7 @@ def test_what_sbatch_refuses_is_an_error_with_its_key(cluster, capsys):
 def test_only_slurm_has_a_queue(cluster, capsys):
     """A script that fails hands on its exit code."""
     cluster()
-    assert main(["when", "train.py", "+launcher=local"]) == 1
+    assert main(["submit", "--test-only", "train.py", "+launcher=local"]) == 1
     assert "launcher=slurm" in capsys.readouterr().err
     Path("train.py").write_text("raise SystemExit(7)")
-    assert main(["when", "train.py"]) == 7
+    assert main(["submit", "--test-only", "train.py"]) == 7

@@ -1,4 +1,4 @@
-"""``hpc-elastic watch``: live pages of runs in a browser."""
+"""``hpc-elastic report --live``: the pages of runs in a browser, as they are now."""
 
 from __future__ import annotations
 
@@ -16,56 +16,11 @@ from hpc_elastic.run import registry
 
 _PORT, _NUM_PORTS = 8672, 50
 
-_HELP = """
-\b
-What it shows:
-  list of runs  state, nodes, step, loss, pace, time left, goodput, the
-                parameters by which the runs differ, and their results; to
-                sort and to filter, with the loss of all runs by step
-  a run         the report of `hpc-elastic report`, kept up to date
-  its logs      the last lines, followed, and a search in all of them
 
-The pages are served on 127.0.0.1 of this machine. From another machine, forward the port with
-the printed ssh command, and open the printed URL there. The URL holds a token: without it all
-requests are refused, also those of other users of this machine.
-
-Nothing is read while no page is open, and no process runs on the nodes. Needs
-`pip install 'hpc_elastic[watch]'`.
-
-\b
---json prints one object:
-  url      what to open; it holds the token
-  port     of 127.0.0.1
-  forward  the ssh command for another machine
-
-\b
-Examples:
-  hpc-elastic watch last
-  hpc-elastic watch multirun/2030-01-31/12-00-00
-  hpc-elastic watch --all --port 9000
-"""
-
-
-@click.command(epilog=_HELP)
-@click.argument("runs", type=options.SweepName(), nargs=-1, metavar="[RUN]...")
-@click.option("-a", "--all", "everything", is_flag=True, help="All runs of `hpc-elastic list`.")
-@click.option(
-    "--control", is_flag=True,
-    help="Let the pages cancel and resume runs, and take nodes from them.",
-)  # fmt: skip
-@options.as_json
-@click.option(
-    "--port", type=click.IntRange(1, 65535), metavar="PORT",
-    help=f"Port of 127.0.0.1. [default: {_PORT}, or the next that is free]",
-)  # fmt: skip
-def watch_command(
-    runs: tuple[Path, ...], everything: bool, control: bool, as_json: bool, port: int | None
-) -> int:
-    """Show runs in a browser, as they are now: a list, the report of each, and its logs.
-
-    RUN is also the directory of a sweep, whose new runs are added. The command serves until Ctrl-C.
-    It is read-only unless --control is given.
-    """
+def serve_pages(
+    runs: Sequence[Path], *, everything: bool, control: bool, as_json: bool, port: int | None
+) -> None:
+    """Print the URL of the pages of runs, or of all, and serve them until SIGINT or SIGTERM."""
     if everything == bool(runs):
         raise click.UsageError("give RUN, or --all (and not both)")
     try:
@@ -74,7 +29,7 @@ def watch_command(
         from hpc_elastic_watch.live_server import serve
     except ImportError as e:
         remedy = "pip install 'hpc_elastic[watch]'"
-        raise click.ClickException(f"watch needs starlette and uvicorn ({e}): {remedy}") from e
+        raise click.ClickException(f"--live needs starlette and uvicorn ({e}): {remedy}") from e
     from hpc_elastic_watch.live_runs import LiveRuns
 
     charts_script()  # refuses now, if the library is missing
@@ -88,7 +43,6 @@ def watch_command(
         text = f"{url}\nfrom another machine, first: {forward}"
         print(json.dumps(told) if as_json else text, flush=True)
         serve(app, listener, live.close)
-    return 0
 
 
 def listen(port: int | None) -> socket.socket:

@@ -1,4 +1,4 @@
-"""``hpc-elastic verify``, ``audit`` and ``export``: check and export what a run has written."""
+"""``hpc-elastic checkpoints``: ``verify``, ``export`` and ``prune`` those of a run."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ from pathlib import Path
 
 import click
 from rich.table import Table
-from rich.text import Text
 
 from hpc_elastic._console import console
 from hpc_elastic._util import counted
 from hpc_elastic.checkpoint.manifest import MANIFEST, Manifest
 from hpc_elastic.checkpoint.store import Store, directories_of, problems_of, read_manifest
 from hpc_elastic.cli import options
-from hpc_elastic.data.audit import Proof, audit
-from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from hpc_elastic.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    LocalQueueError,
+    RunDirectoryError,
+    SlurmError,
+)
+from hpc_elastic.run import ownership
 from hpc_elastic.run.directory import RunDir
+from hpc_elastic.shared_files import is_there
 
 
 @dataclass(frozen=True)
@@ -37,8 +44,8 @@ class CheckpointFinding:
 _VERIFY_HELP = """
 \b
 Examples:
-  hpc-elastic verify last
-  hpc-elastic verify runs/7 --json | jq '.[] | select(.problems == []) | .step'
+  hpc-elastic checkpoints verify last
+  hpc-elastic checkpoints verify runs/7 --json | jq '.[] | select(.problems == []) | .step'
 
 \b
 --json prints a list of objects, one for each checkpoint, the newest first; null if a value cannot
@@ -115,87 +122,14 @@ def _print_findings(findings: Sequence[CheckpointFinding]) -> None:
         out.print(f"damaged: {problem}", soft_wrap=True)
 
 
-# ---- ``hpc-elastic audit``
-
-
-_COUNTS = ("once", "twice", "never", "left", "dropped", "padded", "elsewhere")
-_ALWAYS_SHOWN = ("once", "twice", "never")
-
-
-_AUDIT_HELP = """
-\b
-Examples:
-  hpc-elastic audit last
-  hpc-elastic audit runs/7 --json | jq '.[].holds'
-
-\b
---json prints one object, with one object for each sampler, by its name:
-  holds              whether every sample so far was trained exactly once
-  name               of the sampler
-  dataset_len        number of samples per epoch
-  epochs             a list with the numbers of samples of each epoch, from 0: trained once, twice
-                     or never, left to train, dropped at its end, used as padding of its last
-                     batch, or trained elsewhere, before the run's first state:
-                     epoch, once, twice, never, left, dropped, padded, elsewhere
-  last_step          of the surviving history
-  stretches          number of times that a group began to train
-  replayed_steps     number of recorded steps that were lost; a killed worker has not recorded its
-                     last ones, which hpc-elastic events counts too, as "at least" where unknown
-  replayed_samples   number of samples of these steps
-  open_samples       number of samples of steps that not all ranks have recorded yet
-  problems           why `holds` is false, each a sentence
-"""
-
-
-@click.command(epilog=_AUDIT_HELP)
-@options.run
-@options.as_json
-def audit_command(run: Path, as_json: bool) -> int:
-    """Check that every sample was trained exactly once per epoch.
-
-    The command reads the ledger of the run's samplers, over all changes of the world size. The exit
-    code is 1 if a sample was left out or trained twice, or that is unknown.
-    """
-    proofs = audit(run)
-    if as_json:
-        options.print_json({p.name: {"holds": p.holds, **asdict(p)} for p in proofs})
-    else:
-        for proof in proofs:
-            _print_audit(proof)
-    return 0 if all(proof.holds for proof in proofs) else 1
-
-
-def _print_audit(proof: Proof) -> None:
-    out = console()
-    # without columns of zeros
-    counts = [c for c in _COUNTS if c in _ALWAYS_SHOWN or any(getattr(e, c) for e in proof.epochs)]
-    table = Table(title=Text(f"{proof.name}: {counted(proof.dataset_len, 'sample')}"))
-    for column in ("epoch", *counts):
-        table.add_column(column, justify="right")
-    for epoch in proof.epochs:
-        table.add_row(str(epoch.epoch), *(f"{getattr(epoch, count):,}" for count in counts))
-    out.print(table)
-    out.print(
-        f"{counted(proof.last_step, 'step')}, trained in "
-        f"{counted(proof.stretches, 'stretch', 'stretches')}; recorded and lost: "
-        f"{counted(proof.replayed_steps, 'step')} ({counted(proof.replayed_samples, 'sample')})"
-    )
-    if proof.open_samples:
-        out.print(f"not yet recorded by all ranks: {counted(proof.open_samples, 'sample')}")
-    for problem in proof.problems:
-        out.print(f"NOT PROVEN: {problem}")
-    if proof.holds:
-        out.print("Proven: every sample so far was trained exactly once per epoch")
-
-
-# ---- ``hpc-elastic export``
+# ---- ``hpc-elastic checkpoints export``
 
 
 _EXPORT_EXAMPLES = """
 \b
 Examples:
-  hpc-elastic export last --key model -o model.pt
-  hpc-elastic export runs/7 --step 1000 -o all.pt
+  hpc-elastic checkpoints export last --key model -o model.pt
+  hpc-elastic checkpoints export runs/7 --step 1000 -o all.pt
 
 \b
 --json prints one object:
@@ -266,3 +200,134 @@ def _choose(run: Path, step: int | None) -> tuple[Path, Manifest]:
             return folder, read_manifest(folder)
         print(f"{folder.name} is damaged: {problems[0]}", file=sys.stderr)
     raise CheckpointCorruptError(f"{run} has no good checkpoint; {problems[0]}")
+
+
+# ---- ``hpc-elastic checkpoints prune``
+
+
+_PRUNE_EXAMPLES = """
+\b
+Examples:
+  hpc-elastic checkpoints prune last --keep-last 1 --dry-run
+  hpc-elastic checkpoints prune multirun/2030-01-31/12-00-00/3 --keep-last 2
+  hpc-elastic checkpoints prune last --keep-last 1 --directory /scratch/me/checkpoints
+
+\b
+--json prints one object:
+  directory     of the checkpoints
+  kept          steps of the good checkpoints that are kept, newest first
+  damaged       step -> problem of the checkpoints that were read and are damaged
+  removed       [{"folder", "num_bytes"}]; with --dry-run, what would be removed
+  left          folders of these that could not be removed
+  freed_bytes   freed space in bytes
+  dry_run       whether nothing was removed
+"""
+
+
+@click.command(epilog=_PRUNE_EXAMPLES)
+@options.changed_run
+@click.option(
+    "--keep-last", type=click.IntRange(min=0), required=True, metavar="N",
+    help="Keep the newest N good checkpoints. 0 keeps none, and needs --yes.",
+)  # fmt: skip
+@click.option(
+    "--directory", type=click.Path(path_type=Path, file_okay=False, exists=True), metavar="DIR",
+    help="Directory of the checkpoints. [default: where the run has saved]",
+)  # fmt: skip
+@click.option(
+    "-n", "--dry-run", is_flag=True, help="Print what would be removed, and remove nothing."
+)
+@click.option("-y", "--yes", is_flag=True, help="Confirms --keep-last 0.")
+@options.trust
+@options.as_json
+def prune_command(
+    run: Path, keep_last: int, directory: Path | None, dry_run: bool, yes: bool, as_json: bool
+) -> int:
+    """Remove a run's checkpoints that are older than the newest N good ones.
+
+    A checkpoint is good if all its bytes can be read and their checksums match: a damaged one is
+    never kept in place of a good one. If fewer than N are good, none is removed. The remains of
+    aborted saves are removed too. Checkpoints in the memory of nodes are kept, and so are those
+    that are newer than the oldest one kept: a run that goes on restores one of these.
+    Checkpointer(keep_every=...) is unknown to this command: checkpoints that it keeps are removed.
+
+    The exit code is 1 if something could not be removed.
+    """
+    from hpc_elastic.checkpoint import owner, prune
+    from hpc_elastic.run import fencing
+
+    files = RunDir(run)
+    if keep_last == 0 and not (yes or dry_run):
+        what = "removes every checkpoint: the run could not be resumed"
+        raise click.UsageError(f"--keep-last 0 {what}. Add --yes to confirm")
+    if keep_last == 0 and _has_tasks(run):
+        remedy = "keep at least one, or cancel the run first"
+        raise RunDirectoryError(f"{run} goes on, and needs its newest checkpoint: {remedy}")
+    spec = ownership.load_own(files, files.rdzv, files.saves_to)
+    folder = directory or _only_directory(files)
+    ownership.require_own(files.path, folder)
+    mark = owner.read(folder)
+    if mark is not None and mark.in_run and mark.run != spec.run_id:
+        raise RunDirectoryError(f"{folder} belongs to {mark} now: prune that run")
+    try:
+        last = fencing.last_index(files.rdzv)
+    except OSError as e:
+        raise RunDirectoryError(f"{files.rdzv}: {e.strerror}") from e
+    last_index = last if _has_tasks(run) else None
+    cleaning = prune.plan_cleaning(
+        folder, keep_last=keep_last, run_id=spec.run_id, last_index=last_index
+    )
+    ownership.require_own(folder, *(item.folder for item in cleaning.going))
+    left = [] if dry_run else prune.remove_folders(cleaning)
+    freed_bytes = sum(i.num_bytes for i in cleaning.going) - sum(i.num_bytes for i in left)
+    if as_json:
+        removed = [{"folder": str(i.folder), "num_bytes": i.num_bytes} for i in cleaning.going]
+        printed = {
+            "directory": str(cleaning.directory), "kept": cleaning.kept,
+            "damaged": {str(step): problem for step, problem in cleaning.damaged.items()},
+            "removed": removed, "left": [str(item.folder) for item in left],
+            "freed_bytes": freed_bytes, "dry_run": dry_run,
+        }  # fmt: skip
+        options.print_json(printed)
+        return 1 if left else 0
+    verb, would = ("would remove", "would be freed") if dry_run else ("removed", "freed")
+    for item in cleaning.going:
+        print(f"{verb} {item.folder.name} ({item.num_bytes / 1e6:,.1f} MB)")
+    for step, problem in cleaning.damaged.items():
+        print(f"damaged: step {step}: {problem}")
+    kept = ", ".join(map(str, cleaning.kept)) or "none"
+    print(f"kept as good: {kept}; {freed_bytes / 1e6:,.1f} MB {would}")
+    for item in left:
+        click.echo(f"could not be removed: {item.folder}", err=True)
+    return 1 if left else 0
+
+
+def _only_directory(run: RunDir) -> Path:
+    """Return the directory of the run's checkpoints, or of the remains of aborted saves."""
+    from hpc_elastic.checkpoint.store import directories_of
+
+    try:
+        found = directories_of(run) or [d for d in [run.checkpoints] if d.is_dir()]
+    except OSError as e:
+        raise RunDirectoryError(f"{e.filename or run.path}: {e.strerror}") from e
+    if not found:
+        remedy = "if its script saves elsewhere, add --directory DIR"
+        raise CheckpointNotFoundError(f"{run.path} has no checkpoints: {remedy}")
+    if len(found) > 1:
+        which = f"select one with --directory DIR: {', '.join(map(str, found))}"
+        raise CheckpointNotFoundError(f"{run.path} saves to several directories; {which}")
+    return found[0]
+
+
+def _has_tasks(run: Path) -> bool:
+    """Whether the run may have a task; True if the scheduler does not answer."""
+    from hpc_elastic.slurm.scheduler import Scheduler
+
+    files = RunDir(run)
+    try:
+        return bool(Scheduler(files, files.load()).list_live_tasks())
+    except (SlurmError, LocalQueueError, RunDirectoryError) as e:
+        if not is_there(files.spec):
+            raise
+        click.echo(f"assuming that the run goes on: {e}", err=True)
+        return True

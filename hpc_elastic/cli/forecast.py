@@ -1,11 +1,9 @@
-"""``hpc-elastic when``: when a run would start, and how it would grow."""
+"""``hpc-elastic submit --test-only``: when a run would start, and how it would grow."""
 
 from __future__ import annotations
 
 import math
 import os
-import sys
-import tempfile
 import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,14 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import click
-
 from hpc_elastic._util import counted, duration
-from hpc_elastic.cli import options
-from hpc_elastic.cli.submit import dry_run
 from hpc_elastic.config.parse import time_limit_s
 from hpc_elastic.config.schema import RunSettings, SlurmSettings
-from hpc_elastic.errors import SlurmCommandError, SubmissionError
+from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.run.directory import ArrayFiles, RunDir
 from hpc_elastic.shared_files import read_text
 from hpc_elastic.site import (
@@ -38,65 +32,6 @@ from hpc_elastic.site import (
 )
 from hpc_elastic.slurm import parsing
 from hpc_elastic.slurm.client import SiteClient
-
-_HELP = """
-\b
-What it shows, for the run's own time limit and for shorter ones that help:
-  starts      when the run has its minimum, at the latest: jobs may end before their time limit
-  nodes       how it grows
-Lines with ! name what is not known.
-
-\b
-Examples:
-  hpc-elastic when train.py launcher=slurm nodes=1:16
-  hpc-elastic when train.py launcher=slurm nodes=4:16 launcher.time=8:00:00 launcher.partition=gpu
-  hpc-elastic when --json train.py launcher=slurm nodes=1:16 | jq .shapes[0].starts_at
-
-\b
---json prints one object:
-  time          when it was made; all times are Unix seconds
-  partition, nodes (min, max, unit), time_limit_s: of the run; null: no limit
-  idle, planned, busy, out_of_service: nodes of the partition; planned ones are idle, and are
-                reserved for waiting jobs
-  unknown       nodes that are free at an unknown time
-  waiting_jobs, unplanned_jobs: jobs and array elements that wait for nodes, and those without a
-                visible planned start
-  test_only     when Slurm would start a job of some nodes by `sbatch --test-only`: at, by number
-  shapes        the run's own time limit, then shorter ones: time_limit_s, starts_at, growth (nodes
-                and at); unknown times are null
-  soonest       index in shapes; null if no start is known
-  notes         what is not known
-"""
-
-
-@click.command(epilog=_HELP, context_settings={"ignore_unknown_options": True})
-@options.as_json
-@click.argument("script", type=click.Path(exists=True, dir_okay=False))
-@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[OVERRIDE]...")
-def when_command(as_json: bool, script: str, overrides: tuple[str, ...]) -> int:
-    """Forecast when the run of `python SCRIPT OVERRIDE...` would start, and how it would grow.
-
-    Nothing is submitted, and no run directory is written. The forecast is made of what every user
-    may read: the states of nodes, the ends and planned starts of jobs, and `sbatch --test-only`.
-    At most twelve of Slurm's commands are called, and two for each further pool.
-
-    Of a sweep, the first run counts. If SCRIPT fails, this command returns its exit code.
-    """
-    with tempfile.TemporaryDirectory(prefix="hpc-elastic-") as folder:
-        place = [f"hydra.sweep.dir='{folder}/sweep'", "launcher.code_snapshot=false"]
-        code, printed, scripts = dry_run(script, [*overrides, *place])
-        if code != 0:
-            sys.stderr.write(printed)
-            return code
-        if not scripts:
-            remedy = "only launcher=slurm has a queue: add launcher=slurm, or +launcher=slurm"
-            raise SubmissionError(f"{script} made no batch script; {remedy}")
-        forecast = make_forecast(scripts)
-    if as_json:
-        options.print_json(forecast.to_json())
-    else:
-        _print(forecast)
-    return 0
 
 
 @dataclass(frozen=True)
@@ -287,7 +222,8 @@ def _notes(settings: RunSettings, found: Outlook, config: Mapping[str, str]) -> 
 # ---- text
 
 
-def _print(forecast: RunForecast) -> None:
+def print_forecast(forecast: RunForecast) -> None:
+    """Print a forecast as a table and sentences."""
     from rich.text import Text
 
     from hpc_elastic._console import console, plain_table

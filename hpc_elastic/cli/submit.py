@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -439,6 +440,16 @@ Examples:
   hpc-elastic wait last
   hpc-elastic wait multirun/2030-01-31/12-00-00
   hpc-elastic wait last --json | jq '.[] | .run_id, .values."0"'
+  hpc-elastic wait last --until training
+  hpc-elastic wait last --until nodes=2 --timeout 600
+
+\b
+With --until, RUN is waited for until it has been in a state, all of them if it is a sweep:
+  training   it trains
+  nodes=N    it trains with a group of N nodes
+  step=N     it has made step N
+  ended      it has ended (the default)
+A status that was written before the command was called does not count.
 
 \b
 --json prints a list of objects when all runs have ended, one for each; progress is shown on
@@ -448,7 +459,29 @@ standard error:
   values        return values of the workers, by global rank; NaN and infinities are null
   restarts      number of restarts that were spent
   error         why it has not succeeded, or null
+With --until: run_id, run, state, nodes and step.
 """
+
+
+class _State(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
+    """A state of a run that can be waited for, as `launcher.wait.is_reached` reads it."""
+
+    name = "state"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the state."""
+        if not re.fullmatch(r"ended|training|(nodes|step)=\d{1,9}", value):
+            self.fail(f"{value!r}: give training, nodes=N, step=N or ended", param, ctx)
+        return value
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[click.shell_completion.CompletionItem]:
+        """Return the states that begin with `incomplete`."""
+        from click.shell_completion import CompletionItem
+
+        states = ("training", "nodes=", "step=", "ended")
+        return [CompletionItem(state) for state in states if state.startswith(incomplete)]
 
 
 @click.command(epilog=_WAIT_EXAMPLES)
@@ -457,18 +490,46 @@ standard error:
     "--poll-interval-s", default=1.0, show_default=True, type=click.FloatRange(min=0.1),
     help="Interval between two reads of the runs' files, in seconds.",
 )  # fmt: skip
+@click.option(
+    "--until", "state", type=_State(), default="ended", metavar="STATE",
+    help="Wait for training, nodes=N, step=N or ended.  [default: ended]",
+)  # fmt: skip
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=0), default=math.inf, metavar="SECONDS",
+    help="Longest wait; the exit code is 1 then.  [default: no limit]",
+)  # fmt: skip
 @options.as_json
-def wait_command(sweep: Path, poll_interval_s: float, as_json: bool) -> int:
+def wait_command(
+    sweep: Path, poll_interval_s: float, state: str, timeout_s: float, as_json: bool
+) -> int:
     """Show the progress of submitted runs, as their launcher does, until they have ended.
 
     SWEEP_DIR is the directory of a sweep, or one of its runs: a run directory, an id, or `last`.
-    The exit code is 1 if a run has failed, was cancelled, or its tasks ended without a result.
+    The exit code is 1 if a run has failed, was cancelled, or its tasks ended without a result; with
+    --until also if a run ends before it is in this state. Of a sweep, all runs are waited for, with
+    --until only the one that is named.
     """
     from hpc_elastic.launcher import wait as launcher_wait
 
-    runs = launcher_wait.read_handles(launcher_wait.find_submission(sweep))
+    submission, is_ended = launcher_wait.find_submission(sweep), state == "ended"
+    only = None if is_ended or options.is_sweep(sweep) else sweep
+    runs = launcher_wait.read_handles(submission, only)
     out = sys.stderr if as_json else sys.stdout
-    ends = launcher_wait.wait(runs, poll_interval_s=poll_interval_s, out=out)
+    if not is_ended:
+        views = launcher_wait.wait_until(
+            runs, state, poll_interval_s=poll_interval_s, timeout_s=timeout_s, out=out
+        )
+        if as_json:
+            options.print_json([
+                {
+                    "run_id": run.paths.load().run_id, "run": str(run.dir), "state": view.phase,
+                    "nodes": view.status and view.status.nodes,
+                    "step": view.status and view.status.step,
+                }
+                for run, view in zip(runs, views, strict=True)
+            ])  # fmt: skip
+        return 0
+    ends = launcher_wait.wait(runs, poll_interval_s=poll_interval_s, timeout_s=timeout_s, out=out)
     failed = [end.error for end in ends if end.error]
     for error in failed:
         print(f"\n{error}", file=out)

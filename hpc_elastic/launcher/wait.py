@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from hpc_elastic._util import sigterm_as_interrupt
-from hpc_elastic.errors import RunDirectoryError, SlurmError
+from hpc_elastic._util import counted, sigterm_as_interrupt
+from hpc_elastic.errors import HpcElasticError, RunDirectoryError, SlurmError
 from hpc_elastic.launcher.follow import RunFollower
 from hpc_elastic.launcher.progress import (
     Progress,
@@ -32,6 +32,9 @@ from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.local_queue import LocalQueue
 from hpc_elastic.slurm.scheduler import QueueSnapshot
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 UNREADABLE_S = 30.0
 """Seconds for which a run may be unreadable before a message is printed."""
 
@@ -42,29 +45,27 @@ def wait(
     poll_interval_s: float,
     out: TextIO | None = None,
     on_end: Callable[[RunHandle, RunEnd], None] = lambda run, end: None,
+    timeout_s: float = math.inf,
 ) -> list[RunEnd]:
     """Show the progress of runs until all have ended, then how each ended.
 
-    ``on_end`` gets each run and its end as soon as it has ended. Raises SystemExit at Ctrl-C or
-    SIGTERM: Slurm's runs continue, local runs are ended, and how to come back was printed.
+    ``on_end`` gets each run and its end as soon as it has ended. Raises HpcElasticError if runs go
+    on after ``timeout_s``, and SystemExit as `follow`.
     """
-    jobs = runs[0].jobs
     console = console_for(out or sys.stdout)
     ends: dict[Path, RunEnd] = {}
-    try:
-        with sigterm_as_interrupt(), Progress(console) as progress:
-            for views in Waiter(runs, progress, poll_interval_s=poll_interval_s).polls():
-                for run, view in zip(runs, views, strict=True):
-                    if view.ended is not None and run.dir not in ends:
-                        ends[run.dir] = view.ended
-                        on_end(run, view.ended)
-        jobs.close()
-    except KeyboardInterrupt:
-        console.print(jobs.release(), markup=False, highlight=False, soft_wrap=True)
-        sys.exit(130)
-    except BaseException:
-        jobs.release()
-        raise
+
+    def has_ended(run: RunHandle, view: RunView) -> bool:
+        if view.ended is not None and run.dir not in ends:
+            ends[run.dir] = view.ended
+            on_end(run, view.ended)
+        return view.ended is not None
+
+    follow(runs, has_ended, console, poll_interval_s=poll_interval_s, timeout_s=timeout_s)
+    if going := len(runs) - len(ends):
+        raise HpcElasticError(
+            f"{going} of {counted(len(runs), 'run')} had not ended after {timeout_s:g} s"
+        )
     where = location([run.dir for run in runs], runs[0].submission.parent)
     found = [ends[run.dir] for run in runs]
     try:
@@ -74,6 +75,84 @@ def wait(
     except KeyboardInterrupt as e:
         raise KeyboardInterrupt(f"interrupted: the runs had ended; {where}") from e
     return found
+
+
+def wait_until(
+    runs: Sequence[RunHandle],
+    state: str,
+    *,
+    poll_interval_s: float,
+    timeout_s: float = math.inf,
+    out: TextIO | None = None,
+) -> list[RunView]:
+    """Show the progress of runs until each has been in a state (`is_reached`); return their views.
+
+    What a leader has written counts once it has written again: the first that is read may be from
+    before the loss of a node. Raises HpcElasticError if a run ends before, or has not been in the
+    state after ``timeout_s``, and SystemExit as `follow`.
+    """
+    seen: dict[Path, RunView] = {}
+    first: dict[Path, float | None] = {}
+    reached = set[Path]()
+
+    def is_over(run: RunHandle, view: RunView) -> bool:
+        seen[run.dir] = view
+        is_new = view.updated != first.setdefault(run.dir, view.updated)
+        if is_reached(view, state) and (is_new or not view.trains):
+            reached.add(run.dir)
+        return run.dir in reached or view.ended is not None
+
+    console = console_for(out or sys.stdout)
+    follow(runs, is_over, console, poll_interval_s=poll_interval_s, timeout_s=timeout_s)
+    for run, view in seen.items():
+        if run not in reached:
+            late = f" after {timeout_s:g} s" if view.ended is None else ""
+            raise HpcElasticError(f"{run} has not reached {state}{late}: {view.describe()}")
+    return list(seen.values())
+
+
+def is_reached(view: RunView, state: str) -> bool:
+    """Return whether a run is ``training``, has ``nodes=N`` or ``step=N`` (pure).
+
+    With ``nodes=N`` it trains with a group of N nodes; with ``step=N`` it has made step N.
+    """
+    word, _, number = state.partition("=")
+    status = view.status
+    if word == "step":
+        return status is not None and (status.step or 0) >= int(number)
+    is_as_large = not number or (status is not None and status.nodes == int(number))
+    return view.trains and is_as_large
+
+
+def follow(
+    runs: Sequence[RunHandle],
+    is_over: Callable[[RunHandle, RunView], bool],
+    console: Console,
+    *,
+    poll_interval_s: float,
+    timeout_s: float,
+) -> None:
+    """Show the progress of runs until ``is_over`` holds for each, or the time is over.
+
+    Raises SystemExit at Ctrl-C or SIGTERM: Slurm's runs continue, local runs are ended, and how to
+    come back was printed.
+    """
+    jobs = runs[0].jobs
+    try:
+        with sigterm_as_interrupt(), Progress(console) as progress:
+            waiter = Waiter(runs, progress, poll_interval_s=poll_interval_s)
+            for views in waiter.polls(time.monotonic() + timeout_s):
+                done = [is_over(run, view) for run, view in zip(runs, views, strict=True)]
+                if all(done):
+                    break
+        if all(view.ended is not None for view in views):
+            jobs.close()
+    except KeyboardInterrupt:
+        console.print(jobs.release(), markup=False, highlight=False, soft_wrap=True)
+        sys.exit(130)
+    except BaseException:
+        jobs.release()
+        raise
 
 
 class Waiter:

@@ -137,6 +137,7 @@ def test_a_node_that_is_lost_comes_back(start, tmp_path):
     trains(run, 2, 1, 2, 1, 2)
     said = call("node", "kill", run.path, led)
     assert f"killing {led}" in said and "its task starts again" in said
+    call("wait", run.path, "--until", "nodes=2", "--timeout", "120")
     trains(run, 2, 1, 2, 1, 2, 1, 2)
     assert leader(run) == other
     attempts = [(e["host"], e["attempt"]) for e in run.events("task")]
@@ -154,6 +155,8 @@ def test_a_node_that_is_lost_comes_back(start, tmp_path):
     for text in (*texts, run.output()):
         assert "slurm" not in text.lower(), text
     assert "has ended (succeeded)" in call("node", "preempt", run.path, "local-1", code=1)
+    late = call("wait", run.path, "--until", "training", code=1)
+    assert "has not reached training: it has ended: succeeded" in late
 
 
 @pytest.mark.long

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from hpc_elastic.errors import RunDirectoryError, SlurmCommandError
+from hpc_elastic.errors import HpcElasticError, RunDirectoryError, SlurmCommandError
 from hpc_elastic.launcher.follow import GONE_S, LIST_S
 from hpc_elastic.launcher.progress import Progress
 from hpc_elastic.launcher.run_handle import RunHandle
-from hpc_elastic.launcher.wait import UNREADABLE_S, Waiter, wait
-from hpc_elastic.report.run_view import RunEnd
+from hpc_elastic.launcher.wait import UNREADABLE_S, Waiter, wait, wait_until
+from hpc_elastic.report.run_view import RunEnd, RunReading
 from hpc_elastic.run.directory import Entry, Submission
 from hpc_elastic.shared_files import read_json
 from hpc_elastic.slurm.job_state import TaskState
@@ -361,6 +361,49 @@ def test_a_task_that_will_not_start_is_reported_once_with_the_remedy(run, reason
         script.sleep(LIST_S)
     (message,) = shown.messages
     assert "7_1 of lr=0.1 will not start" in message and remedy in message
+
+
+@pytest.mark.parametrize(
+    ("state", "reached"),
+    [("training", 3), ("nodes=2", 4), ("nodes=1", 3), ("step=7", 2), ("step=9", None)],
+)
+def test_a_state_is_waited_for(run, monkeypatch, state, reached):
+    """What the first poll reads may be older than the wait; a run that ends first is an error."""
+    polls = [
+        {"phase": "training", "nodes": 2, "step": 5}, {"phase": "waiting", "nodes": 0, "step": 7},
+        {"phase": "training", "nodes": 1, "step": 5}, {"phase": "training", "nodes": 2, "step": 6},
+        None,
+    ]  # fmt: skip
+    read = []
+
+    def views(waiter, deadline):
+        for time, status in enumerate(polls):
+            if status is None:
+                write(run, status="failed", ended=9.0)
+            else:
+                write_status(run, updated=time, **status)
+            read.append(RunReading.read(run.paths).view({"7_0": RUNNING}))
+            yield [read[-1]]
+
+    monkeypatch.setattr(Waiter, "polls", views)
+    waited = replace(run, jobs=Script([[RUNNING]]))
+    if reached is None:
+        with pytest.raises(HpcElasticError, match="has not reached step=9: it has ended: failed"):
+            wait_until([waited], state, poll_interval_s=1.0, out=io.StringIO())
+    else:
+        (view,) = wait_until([waited], state, poll_interval_s=1.0, out=io.StringIO())
+        assert view is read[-1] and len(read) == reached
+
+
+def test_a_wait_is_over_after_its_time(run):
+    """With an error that says what the run is doing; the run goes on."""
+    write_status(run, phase="training", nodes=1, step=5, updated=1)
+    waited = [replace(run, jobs=Script([[RUNNING]]))]
+    late = {"poll_interval_s": 0.01, "timeout_s": 0.05, "out": io.StringIO()}
+    with pytest.raises(HpcElasticError, match="has not reached nodes=2 after 0.05 s: it is train"):
+        wait_until(waited, "nodes=2", **late)
+    with pytest.raises(HpcElasticError, match="1 of 1 run had not ended after 0.05 s"):
+        wait(waited, **late)
 
 
 def test_an_interrupt_while_results_are_printed_says_that_the_runs_have_ended(run, monkeypatch):

@@ -7,15 +7,14 @@ Tests compare the pages with what this writes.
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import Field as DataclassField
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin
 
 import click
 
@@ -85,28 +84,8 @@ def _time(name: str, times: float = 1.0) -> str:
 
 def _group(cls: type[Any], path: str = "launcher") -> Iterator[Setting]:
     """Yield the settings of a dataclass, and of the dataclasses in it."""
-    hints, meanings = get_type_hints(cls), _meanings(cls)
-    for field in fields(cls):
-        key, hint = f"{path}.{field.name}", hints[field.name]
-        if isinstance(hint, type) and is_dataclass(hint):
-            yield from _group(hint, key)
-            continue
-        meaning = _markdown(meanings.get(field.name, ""))
-        yield Setting(key, _type(hint), _default(field), meaning)
-
-
-def _meanings(cls: type[Any]) -> dict[str, str]:
-    """Return the docstring of each field, of the base classes as well."""
-    found: dict[str, str] = {}
-    for base in reversed(cls.__mro__[:-1]):
-        body = ast.parse(inspect.getsource(base)).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for field, below in zip(body.body, body.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-                target, value = field.target, below.value
-                if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
-                    found[target.id] = " ".join(str(value.value).split())
-    return found
+    for key, field, hint, meaning in schema.described(cls, f"{path}."):
+        yield Setting(key, _type(hint), _default(field), _markdown(meaning))
 
 
 def _type(hint: object) -> str:
@@ -369,8 +348,7 @@ A command that fails prints an object on standard output, and its message on sta
 - `key`: the setting or argument that was refused, or null.
 - `remedy`: what to do about the setting, or about errors of the class; the message may name more.
 
-The exit code is as without `--json`. The message for an unknown option, and for a script that has
-failed, is on standard error only.
+The exit code is as without `--json`. The message for an unknown option is on standard error only.
 
 | code | meaning | remedy |
 |---|---|---|

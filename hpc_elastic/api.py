@@ -33,7 +33,6 @@ import inspect
 import logging
 import math
 import os
-import secrets
 import sys
 import threading
 import time
@@ -471,7 +470,12 @@ class ElasticExecutor(Executor):
     def _submit(self, calls: Sequence[tuple[RunFuture, Entry]]) -> None:
         """Submit calls; from its beginning on, `shutdown` waits for their futures."""
         from hpc_elastic.launcher.plan import RunRequest
-        from hpc_elastic.launcher.submit import released_on_failure, require_writable, submit
+        from hpc_elastic.launcher.submit import (
+            make_run_id,
+            released_on_failure,
+            require_writable,
+            submit,
+        )  # fmt: skip
 
         futures = [future for future, _ in calls]
         try:
@@ -481,7 +485,7 @@ class ElasticExecutor(Executor):
             for future in futures:
                 future.add_done_callback(self._open.discard)
             name = calls[0][1].qualname.rpartition(".")[2]
-            sweep = self._folder / _with_time(name)
+            sweep = self._folder / make_run_id(name)
             require_writable(sweep)
             dirs = [sweep / str(n) for n in range(len(calls))] if len(calls) > 1 else [sweep]
             requests = [
@@ -597,12 +601,18 @@ def launch_entry(
     """
     from hpc_elastic.config.resolve import resolve
     from hpc_elastic.launcher.plan import RunRequest
-    from hpc_elastic.launcher.submit import ended_by_interrupt, is_awaited, require_writable, submit
+    from hpc_elastic.launcher.submit import (
+        ended_by_interrupt,
+        is_awaited,
+        make_run_id,
+        require_writable,
+        submit,
+    )  # fmt: skip
     from hpc_elastic.launcher.wait import wait
 
     checked = resolve(config, overrides=typed)
     entry = make_entry()
-    path = Path(run_dir or f"runs/{_with_time(name)}").absolute()
+    path = Path(run_dir or f"runs/{make_run_id(name)}").absolute()
     require_writable(path)
     with ended_by_interrupt():
         runs = submit([RunRequest(path, checked, entry)], sweep=path, name=name)
@@ -642,10 +652,6 @@ def _json_arguments(
             raise ConfigError("kwargs", call.kwargs, remedy)
         args = call.args
     return [arguments.encode(value, f"args/{i}") for i, value in enumerate(args)]
-
-
-def _with_time(name: str) -> str:
-    return f"{name}_{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(2)}"
 
 
 def _follow(

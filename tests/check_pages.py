@@ -68,7 +68,12 @@ def unknown_commands(text: str) -> Iterator[str]:
             continue
         if words[1] == "run":
             given = {word.removeprefix("--").replace("-", "_") for word in before_command(words)}
-            unknown = given - {*OF_THE_RUN, *(key.removeprefix("launcher.") for key in KEYS)}
+            unknown = given - {
+                "detach",
+                "json",
+                *OF_THE_RUN,
+                *(key.removeprefix("launcher.") for key in KEYS),
+            }
         elif (found := named(words[1:]))[0] is None:
             unknown = {words[2] if found[1].parent else words[1]}
         else:

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 _EPILOG = """
 \b
-The settings are those of a script's command line; `partition=gpu` is short for
-`launcher.partition=gpu`. Settings that are not given have the defaults of the cluster.
+The settings are those of `hpc-elastic run`, as --KEY VALUE or KEY=VALUE. Settings that are not
+given have the defaults of the cluster.
 
 \b
 Examples:
   hpc-elastic doctor                                     without submitting a job
   hpc-elastic doctor partition=gpu time=4:00:00 nodes=1:16
   hpc-elastic doctor partition=gpu gpus_per_node=4 --probe
-  hpc-elastic doctor partition=gpu --probe --nodes 8 --dir /scratch/$USER
+  hpc-elastic doctor --partition gpu --probe --probe-nodes 8 --dir /scratch/$USER
   hpc-elastic doctor container.runtime=apptainer container.image=torch.sif --probe
   hpc-elastic doctor --probe --json > doctor.json        for a bug report
 
@@ -46,15 +46,15 @@ def _keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[s
     return [f"{name}=" for name in names if name.startswith(incomplete)]
 
 
-@click.command(epilog=_EPILOG)
-@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_keys)
+@click.command(epilog=_EPILOG, context_settings={"ignore_unknown_options": True})
+@click.argument("settings", nargs=-1, metavar="[SETTING]...", shell_complete=_keys)
 @click.option("--probe", is_flag=True, help="Submit a job that tests the nodes, of about a minute.")
 @click.option(
-    "--nodes", type=click.IntRange(1, 64), default=2, show_default=True,
+    "--probe-nodes", "nodes", type=click.IntRange(1, 64), default=2, show_default=True,
     help="Number of nodes of --probe.",
 )  # fmt: skip
 @click.option(
-    "--wait", "wait_s", type=click.FloatRange(0, min_open=True), default=300, show_default=True,
+    "--wait-s", type=click.FloatRange(0, min_open=True), default=300, show_default=True,
     metavar="SECONDS", help="Longest wait of --probe in the queue.",
 )  # fmt: skip
 @click.option(
@@ -82,7 +82,7 @@ def doctor_command(
     from hpc_elastic.errors import ConfigError
 
     try:
-        wanted = cluster.parse_settings(settings)
+        wanted = cluster.parse_settings(options.split_settings(settings))
     except ConfigError as e:
         raise click.UsageError(str(e)) from e
     found = examine.examine_login_node(wanted, folder)

@@ -24,8 +24,6 @@ from hpc_elastic.cli import options
 from hpc_elastic.errors import HpcElasticError
 
 INTERRUPTED = 130
-_SIGNALLED = 128
-"""Added to the number of a signal: the exit code of a process that it ended, as in shells."""
 
 _HELP = """
 RUN is a run directory, the id of a run in `hpc-elastic list` or its unique beginning, or `last`:
@@ -35,12 +33,13 @@ keys of its --json. Commands that change a run act only on one that is yours and
 may write, unless --trust is given.
 
 \b
-Exit codes:
-  0    success
+Exit codes: 0, the command has done what it was called for, and what it checks or waits for is as
+it should be; 1, it is not, or could not be done; 2, nothing was done, as the arguments are wrong.
+  0    success; also of report --live and lighthouse at Ctrl-C, until which they serve
   1    an error: the message is on standard error, and with --json also on
        standard output: {"error": {"code", "message", "key", "remedy"}}. Or:
          wait; status --watch; logs, events --follow
-                  a run has not succeeded
+                  a run has not succeeded, or with --until not reached the state
          logs     there is no output
          cancel   it was not confirmed, or tasks are left
          node     the node is still in the run
@@ -49,10 +48,7 @@ Exit codes:
          checkpoints
                   one is damaged, or could not be removed
   2    the arguments are wrong, and nothing was done
-  130  interrupted; report --live and lighthouse return 0
-
-If SCRIPT fails, submit returns its exit code, or 128 plus the number of the signal that ended it.
-Standard output is empty then.
+  130  interrupted: Ctrl-C or SIGTERM
 """
 
 Section = dict[str, tuple[str, str]]
@@ -72,7 +68,7 @@ _SECTIONS: dict[str, Section] = {
     "Submit": {
         "init": ("init", "Write a cluster file, and a script to start from."),
         "submit": ("submit", "Submit the runs of a script, or forecast when they would start."),
-        "run": ("submit", "Run a command elastically, as torchrun runs a script."),
+        "run": ("run", "Run a command elastically, as torchrun runs a script."),
     },
     "Observe": {
         "status": ("status", "Show a run: group, tasks, step, pace, and where its time went."),
@@ -126,9 +122,7 @@ def _run(argv: Sequence[str] | None) -> int:
         if str(e):
             options.print_message(str(e))
         return INTERRUPTED
-    if not isinstance(code, int):
-        return 0
-    return code if code >= 0 else _SIGNALLED - code
+    return code if isinstance(code, int) else 0
 
 
 def _error_json(error: Exception) -> dict[str, Any]:

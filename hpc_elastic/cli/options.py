@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,6 +162,23 @@ trust = click.option(
     "--trust", is_flag=True, is_eager=True, expose_value=False, callback=_note_trust,
     help="Act on a run of another user, or that others may write, all the same.",
 )  # fmt: skip
+
+
+def split_settings(words: Sequence[str]) -> list[str]:
+    """Return settings as ``key=value``, given so, with ``launcher.``, or as ``--key value``.
+
+    Raises UsageError for a word that is no setting.
+    """
+    found, rest = list[str](), list(words)
+    while rest:
+        given = rest.pop(0)
+        key, equals, value = given.removeprefix("--").partition("=")
+        if not equals:
+            if not given.startswith("--") or not rest:
+                raise click.UsageError(f"{given}: give settings as --KEY VALUE, or KEY=VALUE")
+            value = rest.pop(0)
+        found.append(f"{key.replace('-', '_').removeprefix('launcher.')}={value}")
+    return found
 
 
 def has_terminal() -> bool:

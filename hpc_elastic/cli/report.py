@@ -40,19 +40,12 @@ Formats:
 html and png need `pip install 'hpc_elastic[report]'`. The file holds the configuration, and only
 you can read it; `chmod a+r` makes it readable to others.
 
-\b
-With --live, pages are served on 127.0.0.1 of this machine until Ctrl-C:
-  list of runs  state, nodes, step, loss, pace, time left, goodput, the
-                parameters by which the runs differ, and their results; to
-                sort and to filter, with the loss of all runs by step
-  a run         its report, kept up to date
-  its logs      the last lines, followed, and a search in all of them
-
-From another machine, forward the port with the printed ssh command, and open the printed URL
-there. The URL holds a token: without it all requests are refused, also those of other users of
-this machine. RUN is also the directory of a sweep, whose new runs are added. The pages are
-read-only unless --control is given. Nothing is read while no page is open, and no process runs on
-the nodes. Needs `pip install 'hpc_elastic[watch]'`.
+With --live, pages are served on 127.0.0.1 of this machine until Ctrl-C: a list of runs, the report
+of each, kept up to date, and its logs, followed and searched. RUN is also the directory of a sweep,
+whose new runs are added. From another machine, forward the port with the printed ssh command, and
+open the printed URL there. It holds a token: without it all requests are refused, also those of
+other users of this machine. The pages are read-only unless --control is given; nothing is read
+while none is open. Needs `pip install 'hpc_elastic[watch]'`.
 
 \b
 --json prints one object about the written file, and needs -o FILE. (--format json is the report
@@ -61,10 +54,7 @@ as JSON.)
   file          path of the report
   format        "html", "png" or "json"
   num_bytes     size of the file
-With --live:
-  url      what to open; it holds the token
-  port     of 127.0.0.1
-  forward  the ssh command for another machine
+With --live: url (with the token), port (of 127.0.0.1), forward (the ssh command)
 
 \b
 Examples:
@@ -105,10 +95,8 @@ def report_command(
     output: Path | None,
     form: str | None,
     live: bool,
-    everything: bool,
-    control: bool,
-    port: int | None,
     as_json: bool,
+    **pages: Any,
 ) -> int:
     """Write a report of a run: use of its time, nodes, training, faults and checkpoints.
 
@@ -119,8 +107,8 @@ def report_command(
     if live:
         if output is not None or form is not None:
             raise click.UsageError("--live writes no file: leave -o and --format out")
-        return _serve(runs, everything=everything, control=control, as_json=as_json, port=port)
-    if everything or control or port is not None:
+        return _serve(runs, as_json=as_json, **pages)
+    if any(pages.values()):
         raise click.UsageError("--all, --control and --port need --live")
     if len(runs) != 1:
         raise click.UsageError("give one RUN; --live shows several")

@@ -52,18 +52,18 @@ What it shows:
 {kinds}
 
 \b
-With --json, one object (with --watch, one a line): run_id, directory, launcher, overrides, phase
-(not submitted, queued, starting, waiting, training, requeued, succeeded, failed, cancelled, lost,
-unknown), time, updated, submitted, round, nodes, min_nodes, max_nodes, world_size, group (time,
-nodes, world_size of each change), tasks (task, slot, state, reason, node, attempt, ranks,
-time_left_s, starts_in_s, last_known: its last known state if Slurm does not answer), next_node (at,
-not_before, why: of the next waiting task; null if none waits), step, total_steps, loss, samples,
-steps_per_s, samples_per_s, remaining_s, checkpoint (step, time, kept,
-age_s), restarts, max_restarts, departures (number of attempts that ended: preempted, requeued,
-time_limit, cancelled, asked, node_lost, silence, nodes_requeued, agent_failed, end, ...),
-stragglers (rank, host, ratio), warnings (what is wrong though the training goes on), goodput,
-node_seconds (by kind), queue_seconds, ended (status, time, why, failure) and notes (what could not
-be found out). Times are Unix seconds; unknown values are null.
+With --json, one object (with --watch, one a line): run_id, run (the directory), launcher,
+overrides, phase (not submitted, queued, starting, waiting, training, requeued, succeeded, failed,
+cancelled, lost, unknown), time, updated, submitted, round, nodes, min_nodes, max_nodes, world_size,
+group (time, nodes, world_size of each change), tasks (task, slot, state, reason, node, attempt,
+ranks, time_left_s, starts_in_s, last_known: its last known state if Slurm does not answer),
+next_node (at, not_before, why: of the next waiting task; null if none waits), step, total_steps,
+loss, samples, steps_per_s, samples_per_s, remaining_s, checkpoint (step, time, kept, age_s),
+restarts, max_restarts, departures (number of attempts that ended: preempted, requeued, time_limit,
+cancelled, asked, node_lost, silence, nodes_requeued, agent_failed, end, ...), stragglers (rank,
+host, ratio), warnings (what is wrong though the training goes on), goodput, node_seconds (by kind),
+queue_seconds, ended (status, time, why, failure) and notes (what could not be found out). Times are
+Unix seconds; unknown values are null.
 
 \b
 Examples:
@@ -443,13 +443,13 @@ A run's state is one of
   unknown     Slurm does not answer, and the run has not started yet
 
 \b
-With --json, a list of objects: run_id, directory, submitted (Unix seconds), state, nodes, step,
-total_steps (null if unknown), overrides and problem (why its files cannot be read).
+With --json, a list of objects: run_id, run (the directory), submitted (Unix seconds), state, nodes,
+step, total_steps, loss (null if unknown), overrides and problem (why its files cannot be read).
 
 \b
 Examples:
   hpc-elastic list
-  hpc-elastic list --all --json | jq -r '.[] | select(.state == "failed") | .directory'
+  hpc-elastic list --all --json | jq -r '.[] | select(.state == "failed") | .run'
 """
 
 
@@ -458,12 +458,13 @@ class Listed:
     """One run of the list; None and empty if unknown."""
 
     run_id: str
-    directory: str
+    run: str
     submitted: float
     state: str
     nodes: int | None = None
     step: int | None = None
     total_steps: int | None = None
+    loss: float | None = None
     overrides: str = ""
     problem: str | None = None
 
@@ -508,6 +509,7 @@ def listed(known: Sequence[KnownRun], query: Query = take_snapshot) -> list[List
                 status.nodes if status is not None and view.trains else None,
                 None if status is None else status.step,
                 None if status is None else status.total_steps,
+                None if status is None else status.loss,
                 label_of(run.path),
             )
         )
@@ -521,27 +523,27 @@ def _print_runs(runs: Sequence[Listed], *, cut: bool) -> None:
         return
     wide = out.width >= _WIDE
     table = plain_table()
-    for name in ("run", "submitted", "state"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("nodes", justify="right", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    if wide:
-        table.add_column("overrides", ratio=1, overflow="fold")
-        table.add_column("directory", ratio=1, overflow="fold")
+    for name in ("run", "state"):
+        table.add_column(name, no_wrap=name != "run", overflow="fold")
+    for name in ("step", "loss", "nodes"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("submitted", "overrides", "directory") if wide else ():
+        table.add_column(name, overflow="fold")
     here = Path.cwd()
     for run in runs:
-        path, title = Path(run.directory), Text(run.run_id, style="bold")
-        place = str(path.relative_to(here)) if path.is_relative_to(here) else run.directory
-        more = (run.problem or run.overrides, place)
+        path, title = Path(run.run), Text(run.run_id, style="bold")
+        place = str(path.relative_to(here)) if path.is_relative_to(here) else run.run
+        ago = f"{duration(time.time() - run.submitted)} ago"
+        more = (ago, run.problem or run.overrides, place)
         for line in () if wide else filter(None, more):
             title.append(f"\n  {line}", style="dim not bold")
         of = f" of {run.total_steps:,}" if run.total_steps else ""
         table.add_row(
             title,
-            f"{duration(time.time() - run.submitted)} ago",
             Text(run.state, style=PHASES.get(run.state, "")),
-            "" if run.nodes is None else str(run.nodes),
             "" if run.step is None else f"{run.step:,}{of}",
+            "" if run.loss is None else f"{run.loss:.4g}",
+            "" if run.nodes is None else str(run.nodes),
             *(map(Text, more) if wide else ()),
         )
     out.print(table)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import click
 
@@ -126,13 +130,20 @@ def submit_command(
     overrides need another id: 1 to 64 letters, digits, `.`, `_` and `-`. A call that was killed is
     repeated on the same host.
 
-    Output of SCRIPT goes to standard error. If SCRIPT fails, this command returns its exit code.
+    Output of SCRIPT goes to standard error. `hpc-elastic run` takes scripts
+    without Hydra.
     """
     if (dry_run or test_only) and name is not None:
         nothing = "--dry-run" if dry_run else "--test-only"
         raise click.UsageError(f"--id names a submission, and {nothing} submits nothing")
     if test_only and dry_run:
         raise click.UsageError("--test-only prints a forecast, and --dry-run the batch script")
+    if _is_plain(Path(script)):
+        is_ours = re.compile(r"\+?(launcher(\.\w+)*|nodes|nproc_per_node|ft)=.*").fullmatch
+        typed = ["hpc-elastic", "run", "--detach"]
+        typed += [word.lstrip("+") for word in overrides if is_ours(word)]
+        typed += ["--", "python", script, *(w for w in overrides if not is_ours(w))]
+        raise click.UsageError(f"{script} is no script of Hydra: {shlex.join(typed)}")
     if dry_run:
         return _render(script, overrides, output, as_json=as_json)
     if output is not None:
@@ -142,18 +153,51 @@ def submit_command(
     if name is not None:
         code, submitted = _submit_once(name, script, overrides)
     else:
-        with tempfile.TemporaryDirectory(prefix="hpc-elastic-") as folder:
-            report = Path(folder, "report")
-            report.touch()
-            code, submitted = _run(script, overrides, report)
+        code, submitted = submit_by(_argv(script, overrides))
     if code != 0:
-        return code
+        raise _failed(script, code)
     if not submitted:
         remedy = "add launcher=slurm, or +launcher=slurm"
         raise SubmissionError(f"{script} ended without submitting a run; {remedy}")
+    print_submitted(submitted, as_json=as_json)
+    return 0
+
+
+def _is_plain(script: Path) -> bool:
+    """Return whether neither a script, nor the user's modules that it imports, name Hydra or us.
+
+    It would take no overrides, or train here and now. Packages that are installed are not read.
+    """
+    found = [script]
+    with suppress(SyntaxError, ValueError):  # Python reports it
+        nodes = list(ast.walk(ast.parse(script.read_bytes())))
+        names = {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
+        names |= {n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.module}
+        for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names:
+            spec = PathFinder.find_spec(name, [str(script.parent)]) or find_spec(name)
+            origin = Path((spec and spec.origin) or "")
+            if origin.suffix == ".py" and "site-packages" not in origin.parts:
+                is_package = spec is not None and spec.submodule_search_locations
+                found += origin.parent.rglob("*.py") if is_package else [origin]
+        return not any(re.search(rb"hydra|hpc_elastic", file.read_bytes()) for file in found)
+    return False
+
+
+def _argv(script: str, overrides: Sequence[str]) -> list[str]:
+    # without a launcher Hydra refuses the last override: no training starts in the foreground
+    return [sys.executable, script, "--multirun", *overrides, "launcher.wait=false"]
+
+
+def _failed(script: str, code: int) -> SubmissionError:
+    how = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}"
+    return SubmissionError(f"{script} {how}; nothing else was submitted")
+
+
+def print_submitted(submitted: Sequence[dict[str, Any]], *, as_json: bool) -> None:
+    """Print what launchers have reported (`submit_by`)."""
     if as_json:
         options.print_json(submitted)
-        return 0
+        return
     for entry in submitted:
         if entry["launcher"] == "slurm":
             print(f"submitted to Slurm as job {' '.join(entry['job_ids'])}: {entry['sweep']}")
@@ -162,7 +206,13 @@ def submit_command(
             print(f"started on this machine by process {entry['pid']}; its output is in {log}")
         for run in entry["runs"]:
             print_run(run["run_id"], Path(run["run"]))
-    return 0
+
+
+def print_run(run_id: str, folder: Path) -> None:
+    """Print the commands that watch and end a run."""
+    print(f"\n{run_id}\n  {folder}")
+    for what in ("status {}", "logs {} --follow", "cancel {}"):
+        print(f"  hpc-elastic {what.format(run_id)}")
 
 
 def _submit_once(
@@ -172,7 +222,7 @@ def _submit_once(
     from hpc_elastic.launcher.submission_id import submit_once
 
     def submit(report: Path, inherited: int) -> tuple[int, list[dict[str, Any]]]:
-        return _run(script, overrides, report, [inherited])
+        return _run(_argv(script, overrides), report, [inherited])
 
     try:
         return submit_once(name, script, overrides, submit)
@@ -180,19 +230,24 @@ def _submit_once(
         raise click.UsageError(str(e)) from e
 
 
-def _run(
-    script: str, arguments: Sequence[str], report: Path, inherited: Sequence[int] = ()
-) -> tuple[int, list[dict[str, Any]]]:
-    """Return the exit code of a script, and its submissions; a local launcher keeps running.
+def submit_by(argv: Sequence[str]) -> tuple[int, list[dict[str, Any]]]:
+    """Return the exit code of a launcher, and its submissions; one of local runs keeps running."""
+    with tempfile.TemporaryDirectory(prefix="hpc-elastic-") as folder:
+        report = Path(folder, "report")
+        report.touch()
+        return _run(argv, report)
 
-    The script inherits files; its submissions are those that it adds to the report.
+
+def _run(
+    argv: Sequence[str], report: Path, inherited: Sequence[int] = ()
+) -> tuple[int, list[dict[str, Any]]]:
+    """Run a launcher as `submit_by`.
+
+    It inherits files; its submissions are those that it adds to the report.
     """
     from hpc_elastic.launcher import detach
 
     num_before = len(detach.read_report(report))
-
-    # without a launcher Hydra refuses the override: no training starts in the foreground
-    argv = [sys.executable, script, "--multirun", *arguments, "launcher.wait=false"]
     env = {**os.environ, detach.VARIABLE: str(report)}
     script_ = subprocess.Popen(
         argv, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), pass_fds=inherited
@@ -210,156 +265,14 @@ def _run(
     return script_.returncode, detach.read_report(report)[num_before:]
 
 
-# ---- ``hpc-elastic run``: a command that knows nothing of this package
-
-
-_RUN_EXAMPLES = """
-\b
-Examples:
-  hpc-elastic run --nodes 2 -- python train.py --lr 0.1
-  hpc-elastic run --launcher slurm --nodes 1:16 --partition gpu -- python train.py --lr 0.1
-  hpc-elastic run --launcher slurm --nodes 4 --wait false -- ./train.sh
-
-\b
-hpc_elastic.yaml beside the script, or in the working directory, may hold the settings:
-  launcher: slurm
-  nodes: "1:16"
-  partition: gpu
-"""
-_SETTINGS_FILE = "hpc_elastic.yaml"
-
-
-class _RunCommand(click.Command):
-    """Splits its arguments at the first ``--``: settings, and the command."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        end = args.index("--") if "--" in args else len(args)
-        settings, command = args[:end], args[end + 1 :]
-        if "--help" in settings:
-            return super().parse_args(ctx, ["--help"])
-        if not command:
-            raise click.UsageError("give the command behind `--`, as in: -- python train.py", ctx)
-        ctx.params |= {"settings": _split_settings(settings, ctx), "command": command}
-        return []
-
-    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return ["[--launcher slurm|local] [--nodes N|MIN:MAX] [--KEY VALUE]... -- COMMAND..."]
-
-
-def _split_settings(args: Sequence[str], ctx: click.Context) -> list[str]:
-    """Return ``--key value``, ``--key=value`` and ``key=value`` as overrides ``key=value``."""
-    found, rest = [], list(args)
-    while rest:
-        given = rest.pop(0)
-        key, equals, value = given.removeprefix("--").partition("=")
-        if not equals:
-            if not given.startswith("--") or not rest:
-                raise click.UsageError(f"{given}: give settings as --KEY VALUE", ctx)
-            value = rest.pop(0)
-        found.append(f"{key.replace('-', '_').removeprefix('launcher.')}={value}")
-    return found
-
-
-@click.command(cls=_RunCommand, epilog=_RUN_EXAMPLES)
-def run_command(settings: list[str], command: list[str]) -> int:
-    """Run a command elastically, as torchrun runs a script, and wait for it.
-
-    Every worker runs COMMAND with the variables that torchrun sets. When the group changes, the
-    command starts again, and continues from its own checkpoints. A Python script is not changed;
-    its optimizer's steps are counted for `hpc-elastic status`.
-
-    The settings are those of Hydra's group launcher without their prefix (docs/reference/settings),
-    and launcher, nodes, nproc_per_node, ft, run_dir.
-    """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    from hpc_elastic.agent import command as entry_module
-    from hpc_elastic.api import launch_entry
-    from hpc_elastic.config.schema import TOP_LEVEL, SlurmSettings
-    from hpc_elastic.errors import ConfigError
-    from hpc_elastic.launcher.local import machine_gpus
-    from hpc_elastic.launcher.user_code import search_path
-    from hpc_elastic.run.directory import COMMAND_MODULE, Entry
-
-    script = entry_module.script_of(command)
-    if script is not None and not script.exists():
-        raise ConfigError("command", str(script), "there is no such script")
-    config: Any = OmegaConf.create({})
-    types = get_type_hints(SlurmSettings).items()
-    texts = {key for key, kind in types if kind == str | None}  # such as `a100&ib`, `n[1-3],n5`
-    folders = [*([script.parent] if script is not None else []), Path()]
-    file = next((f / _SETTINGS_FILE for f in folders if (f / _SETTINGS_FILE).is_file()), None)
-    typed = []
-    try:
-        if file is not None:
-            config = OmegaConf.load(file)
-        for override in settings:
-            key, _, text = override.partition("=")
-            if key in texts and not text.startswith(("'", '"')) and text != "null":
-                OmegaConf.update(config, key, text, force_add=True)
-            else:
-                parsed = OverridesParser.create().parse_override(override)
-                key = parsed.key_or_group
-                value = text if parsed.is_sweep_override() else parsed.value()  # `a100:1,v100:1`
-                OmegaConf.update(config, key, value, force_add=True)
-            typed.append(key)
-        given: Any = OmegaConf.to_container(config, resolve=True)
-    except (HydraException, OmegaConfBaseException) as e:
-        raise ConfigError("settings", " ".join(settings), str(e).splitlines()[0]) from e
-    top = {key: given.pop(key) for key in TOP_LEVEL if key in given}
-    run_dir, backend = given.pop("run_dir", None), given.pop("launcher", "local")
-    is_one = backend == "local" and len(machine_gpus(os.environ)) < 2
-    _refuse_launcher(command, {"nproc_per_node": 1 if is_one else "auto", **top})
-    launch_entry(
-        lambda: Entry(
-            "function", entry_module.run_command.__name__, module=COMMAND_MODULE,
-            args=list(command), cwd=str(Path.cwd()),
-            sys_path=[*entry_module.search_folders(command), *search_path(of_main=False)],
-        ),
-        script.stem if script is not None else Path(command[0]).name,
-        {**top, "launcher": {**given, "backend": backend}},
-        run_dir,
-        [f"{key}=" if key in top else f"launcher.{key}=" for key in typed],
-    )  # fmt: skip
-    return 0
-
-
-_LAUNCHERS = re.compile(
-    r"(\S*/)?(torchrun|deepspeed|accelerate launch|python\S* -m torch\.distributed\.(run|launch))"
-    r"(?= )(?!.* --(nnodes|num[-_]machines|hostfile|rdzv[-_]endpoint)[= ](?!1( |$)))"
-)
-"""A command that makes a group of its own, and only of its own node."""
-
-
-def _refuse_launcher(command: Sequence[str], settings: Mapping[str, Any]) -> None:
-    """Refuse a launcher that each of several workers would run: each would train a model."""
-    from hpc_elastic.errors import ConfigError
-
-    found = _LAUNCHERS.match(" ".join(command))
-    is_one = all(str(settings.get(key, 1)) == "1" for key in ("nodes", "nproc_per_node"))
-    if found and not is_one:
-        remedy = "each worker would run it, and train for itself: leave it and its options out, "
-        remedy += "since a worker has the variables that torchrun sets, and give --nproc-per-node"
-        raise ConfigError("command", found[0], remedy)
-
-
-def print_run(run_id: str, folder: Path) -> None:
-    """Print the commands that watch and end a run."""
-    print(f"\n{run_id}\n  {folder}")
-    for what in ("status {}", "logs {} --follow", "cancel {}"):
-        print(f"  hpc-elastic {what.format(run_id)}")
-
-
 # ---- ``hpc-elastic submit --dry-run``: the batch script on standard output, all else on error
 
 
-def dry_run(script: str, arguments: Sequence[str]) -> tuple[int, str, list[Path]]:
+def dry_run(script: str, arguments: Sequence[str]) -> tuple[str, list[Path]]:
     """Run a script as a dry run, which writes its files and submits nothing.
 
-    Returns its exit code, its standard output, and the batch scripts that it has written.
+    Returns its standard output, and the batch scripts that it has written; raises SubmissionError
+    if it fails or writes none.
     """
     from hpc_elastic.launcher.submit import RENDERED
 
@@ -367,18 +280,19 @@ def dry_run(script: str, arguments: Sequence[str]) -> tuple[int, str, list[Path]
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
     lines = done.stdout.splitlines()
     scripts = [Path(line.removeprefix(RENDERED)) for line in lines if line.startswith(RENDERED)]
-    return done.returncode, done.stdout, scripts
+    if done.returncode == 0 and scripts:
+        return done.stdout, scripts
+    sys.stderr.write(done.stdout)
+    if done.returncode != 0:
+        raise _failed(script, done.returncode)
+    remedy = "only launcher=slurm makes one: add launcher=slurm, or +launcher=slurm"
+    raise SubmissionError(f"{script} made no batch script; {remedy}")
 
 
 def _render(script: str, arguments: Sequence[str], output: Path | None, *, as_json: bool) -> int:
     """Print the batch script that a dry run of a script has written, or copy several."""
-    code, printed, scripts = dry_run(script, arguments)
+    printed, scripts = dry_run(script, arguments)
     sys.stderr.write(printed)
-    if code != 0:
-        return code
-    if not scripts:
-        remedy = "only launcher=slurm has one: add launcher=slurm, or +launcher=slurm"
-        raise SubmissionError(f"{script} made no batch script; {remedy}")
     files = scripts if output is None else _copy_scripts(scripts, output)
     if as_json:
         listed = []
@@ -405,14 +319,7 @@ def _forecast(script: str, overrides: Sequence[str], *, as_json: bool) -> int:
 
     with tempfile.TemporaryDirectory(prefix="hpc-elastic-") as folder:
         place = [f"hydra.sweep.dir='{folder}/sweep'", "launcher.code_snapshot=false"]
-        code, printed, scripts = dry_run(script, [*overrides, *place])
-        if code != 0:
-            sys.stderr.write(printed)
-            return code
-        if not scripts:
-            remedy = "only launcher=slurm has a queue: add launcher=slurm, or +launcher=slurm"
-            raise SubmissionError(f"{script} made no batch script; {remedy}")
-        forecast = make_forecast(scripts)
+        forecast = make_forecast(dry_run(script, [*overrides, *place])[1])
     if as_json:
         options.print_json(forecast.to_json())
     else:
@@ -459,29 +366,17 @@ standard error:
   values        return values of the workers, by global rank; NaN and infinities are null
   restarts      number of restarts that were spent
   error         why it has not succeeded, or null
-With --until: run_id, run, state, nodes and step.
+With --until: run_id, run and state.
 """
 
 
-class _State(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
-    """A state of a run that can be waited for, as `launcher.wait.is_reached` reads it."""
+_STATES = ("training", "nodes=", "step=", "ended")
 
-    name = "state"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the state."""
-        if not re.fullmatch(r"ended|training|(nodes|step)=\d{1,9}", value):
-            self.fail(f"{value!r}: give training, nodes=N, step=N or ended", param, ctx)
-        return value
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[click.shell_completion.CompletionItem]:
-        """Return the states that begin with `incomplete`."""
-        from click.shell_completion import CompletionItem
-
-        states = ("training", "nodes=", "step=", "ended")
-        return [CompletionItem(state) for state in states if state.startswith(incomplete)]
+def _state(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    if not re.fullmatch(r"ended|training|(nodes|step)=\d{1,9}", value):
+        raise click.BadParameter(f"{value!r}: give training, nodes=N, step=N or ended")
+    return value
 
 
 @click.command(epilog=_WAIT_EXAMPLES)
@@ -491,8 +386,9 @@ class _State(click.ParamType):  # type: ignore[type-arg]  # generic since click 
     help="Interval between two reads of the runs' files, in seconds.",
 )  # fmt: skip
 @click.option(
-    "--until", "state", type=_State(), default="ended", metavar="STATE",
-    help="Wait for training, nodes=N, step=N or ended.  [default: ended]",
+    "--until", "state", default="ended", show_default=True, metavar="STATE", callback=_state,
+    shell_complete=lambda ctx, param, begin: [s for s in _STATES if s.startswith(begin)],
+    help="Wait for training, nodes=N, step=N or ended.",
 )  # fmt: skip
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=0), default=math.inf, metavar="SECONDS",
@@ -510,22 +406,17 @@ def wait_command(
     --until only the one that is named.
     """
     from hpc_elastic.launcher import wait as launcher_wait
+    from hpc_elastic.launcher.progress import console_for
 
-    submission, is_ended = launcher_wait.find_submission(sweep), state == "ended"
-    only = None if is_ended or options.is_sweep(sweep) else sweep
-    runs = launcher_wait.read_handles(submission, only)
+    only = None if state == "ended" or options.is_sweep(sweep) else sweep
+    runs = launcher_wait.read_handles(launcher_wait.find_submission(sweep), only)
     out = sys.stderr if as_json else sys.stdout
-    if not is_ended:
-        views = launcher_wait.wait_until(
-            runs, state, poll_interval_s=poll_interval_s, timeout_s=timeout_s, out=out
-        )
+    if state != "ended":
+        console = console_for(out)
+        views = launcher_wait.wait_until(runs, state, console, poll_interval_s, timeout_s)
         if as_json:
             options.print_json([
-                {
-                    "run_id": run.paths.load().run_id, "run": str(run.dir), "state": view.phase,
-                    "nodes": view.status and view.status.nodes,
-                    "step": view.status and view.status.step,
-                }
+                {"run_id": run.paths.load().run_id, "run": str(run.dir), "state": view.phase}
                 for run, view in zip(runs, views, strict=True)
             ])  # fmt: skip
         return 0

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from hpc_elastic.config import parse, slurm_flags, timeouts
 from hpc_elastic.config.parse import (
@@ -546,8 +546,11 @@ FORMS: dict[str, Parser] = {
 # ---- overrides of commands without a script, such as `resume` and `doctor`
 
 
-def read_override(override: str) -> tuple[str, Any]:
-    """Return the dotted key and the only value of an override; raise ConfigError if it has none."""
+def read_override(override: str, sweep: str | None = None) -> tuple[str, Any]:
+    """Return the dotted key and the only value of an override, or the value for a sweep.
+
+    Raises ConfigError if it has none.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -560,9 +563,24 @@ def read_override(override: str) -> tuple[str, Any]:
     if parsed.is_delete():
         raise ConfigError(f"~{key}", override, "a key cannot be deleted here; give it a value")
     if parsed.is_sweep_override():
+        if sweep is not None:
+            return key, sweep
         why = "a sweep is not possible for one run; give one value"
         raise ConfigError(key, override.partition("=")[2], why)
     return key, _plain(parsed.value())
+
+
+def read_setting(word: str) -> tuple[str, Any]:
+    """Return key and value of a setting that no script of Hydra reads: ``partition=a,b``.
+
+    A value whose type is a text is taken as it is, as sbatch takes it (``a100&ib``), and so is one
+    that would be a sweep. Raises ConfigError if it has none.
+    """
+    key, _, text = word.partition("=")
+    types = get_type_hints(SlurmSettings)
+    if types.get(key) == str | None and not text.startswith(("'", '"')) and text != "null":
+        return key, text
+    return read_override(word, sweep=text)
 
 
 def put(config: dict[str, Any], key: str, value: Any) -> None:

@@ -8,8 +8,10 @@ in ``Annotated`` is the form of a value that has one beyond its type (`resolve.F
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass, replace
+from itertools import pairwise
+from typing import Annotated, Any, Literal, get_type_hints
 
 Nproc = int | Literal["auto", "gpu", "cpu"]
 TOP_LEVEL: dict[str, object] = {"nodes": 1, "nproc_per_node": "auto", "ft": False}
@@ -357,6 +359,29 @@ class RunSettings:
             "ft": self.ft,
             "launcher": {**asdict(self.launcher), "backend": self.backend},
         }
+
+
+def described(cls: type[Any], path: str = "") -> Iterator[tuple[str, Field[Any], Any, str]]:
+    """Yield key, field, type and docstring of each setting of a dataclass, and of those in it."""
+    import ast
+    import inspect
+
+    meanings: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        body = ast.parse(inspect.getsource(base)).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for setting, below in pairwise(body.body):
+            if isinstance(setting, ast.AnnAssign) and isinstance(below, ast.Expr):
+                target, value = setting.target, below.value
+                if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
+                    meanings[target.id] = " ".join(str(value.value).split())
+    hints = get_type_hints(cls)
+    for each in fields(cls):
+        key, hint = f"{path}{each.name}", hints[each.name]
+        if isinstance(hint, type) and is_dataclass(hint):
+            yield from described(hint, f"{key}.")
+        else:
+            yield key, each, hint, meanings.get(each.name, "")
 
 
 SAMPLERS = {

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpc_elastic.config.resolve import put, read_override, resolve
+from hpc_elastic.config.resolve import put, read_setting, resolve
 from hpc_elastic.config.schema import TOP_LEVEL, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, HpcElasticError, SlurmCommandError
 from hpc_elastic.launcher.slurm import with_shell_defaults
@@ -47,7 +47,7 @@ def parse_settings(words: Sequence[str]) -> RunSettings:
     config: dict[str, Any] = {"launcher": {"backend": "slurm"}}
     overrides = []
     for word in words:
-        short, value = read_override(word)
+        short, value = read_setting(word.removeprefix("launcher."))
         is_full = short in (*TOP_LEVEL, "launcher") or short.startswith("launcher.")
         key = short if is_full else f"launcher.{short}"
         overrides.append(f"{key}={word.partition('=')[2]}")

@@ -124,8 +124,11 @@ _UNMET = (
 )
 
 _MAY_PASS: tuple[tuple[str, str], ...] = (  # others: `slurm.job_state`
-    ("Resources", "all nodes are busy: wait longer (--wait), or try another partition"),
-    ("Priority", "others are before you in the queue: wait longer (--wait), or another partition"),
+    ("Resources", "all nodes are busy: wait longer (--wait-s), or try another partition"),
+    (
+        "Priority",
+        "others are before you: wait longer (--wait-s), or try another partition",
+    ),
     ("ReqNodeNotAvail", "nodes are reserved or out of service (`sinfo -R`, `scontrol show res`)"),
     ("DOWN", "nodes are out of service: `sinfo -R` lists why"),
     ("QOS", "a limit of the QOS: another launcher.qos, or wait (`sacctmgr show qos`)"),
@@ -191,7 +194,7 @@ def _remedy_of(reason: str) -> str:
     lasting = job_state.remedy(reason)
     if lasting is not None:
         return lasting
-    otherwise = "see squeue(1), JOB REASON CODES; wait longer with --wait"
+    otherwise = "see squeue(1), JOB REASON CODES; wait longer with --wait-s"
     passing = (remedy for part, remedy in _MAY_PASS if part.lower() in reason.lower())
     return next(passing, otherwise)
 
@@ -347,7 +350,7 @@ def check_network(evidence: Evidence) -> Iterator[Finding]:
     machines = {f.host.name for f in evidence.facts}
     if len(machines) < 2:
         found = f"only {machines.pop()} was tried, and nothing between nodes"
-        remedy = "--probe --nodes 2" + (
+        remedy = "--probe --probe-nodes 2" + (
             ", with exclusive=true" if len(evidence.reports) > 1 else ""
         )
         yield unknown("network.reach", found, "a run of several nodes depends on it", remedy)

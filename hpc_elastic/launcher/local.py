@@ -117,8 +117,7 @@ def require_possible(plan: Plan) -> None:
     """
     if not plan.launcher.wait and detach.report_file() is None:
         remedy = "launcher=local runs as long as the launcher waits: leave the setting off. In the "
-        remedy += "background: `nohup hpc-elastic run ... &`, or `hpc-elastic submit` of a script "
-        remedy += "with @hydra.main"
+        remedy += "background: `hpc-elastic run --detach`, or `submit` of a script with @hydra.main"
         raise ConfigError("launcher.wait", False, remedy)
     require_gpus(plan.runs, machine_gpus(os.environ))
 

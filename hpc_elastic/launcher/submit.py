@@ -279,7 +279,7 @@ def write(
         terms = terms or [terms_of(run.settings) for run in plan.runs]
         specs = [
             RunSpec(
-                make_run_id(name), str(plan.submission), tasks, entry, run.settings, own,
+                make_run_id(name, run.dir), str(plan.submission), tasks, entry, run.settings, own,
                 read_env_file(run.settings.launcher.env_file), provenance=dict(provenance or {}),
             )
             for run, tasks, entry, own in zip(plan.runs, plan.tasks, entries, terms, strict=True)
@@ -326,8 +326,11 @@ def terms_of(
     return found
 
 
-def make_run_id(name: str) -> str:
-    """Return a new run id: unique, and readable in logs."""
+def make_run_id(name: str, folder: Path | None = None) -> str:
+    """Return the run id that a folder is named by, or a new one: unique, and readable in logs."""
+    given = "" if folder is None else folder.name
+    if re.fullmatch(rf"{re.escape(name)}-\d{{8}}-\d{{6}}-[0-9a-f]{{8}}", given):
+        return given
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
 
 

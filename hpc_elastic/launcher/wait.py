@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from hpc_elastic._util import counted, sigterm_as_interrupt
+from hpc_elastic._util import sigterm_as_interrupt
 from hpc_elastic.errors import HpcElasticError, RunDirectoryError, SlurmError
 from hpc_elastic.launcher.follow import RunFollower
 from hpc_elastic.launcher.progress import (
@@ -47,27 +47,11 @@ def wait(
     on_end: Callable[[RunHandle, RunEnd], None] = lambda run, end: None,
     timeout_s: float = math.inf,
 ) -> list[RunEnd]:
-    """Show the progress of runs until all have ended, then how each ended.
-
-    ``on_end`` gets each run and its end as soon as it has ended. Raises HpcElasticError if runs go
-    on after ``timeout_s``, and SystemExit as `follow`.
-    """
+    """Show the progress of runs until all have ended (`wait_until`), then how each ended."""
     console = console_for(out or sys.stdout)
-    ends: dict[Path, RunEnd] = {}
-
-    def has_ended(run: RunHandle, view: RunView) -> bool:
-        if view.ended is not None and run.dir not in ends:
-            ends[run.dir] = view.ended
-            on_end(run, view.ended)
-        return view.ended is not None
-
-    follow(runs, has_ended, console, poll_interval_s=poll_interval_s, timeout_s=timeout_s)
-    if going := len(runs) - len(ends):
-        raise HpcElasticError(
-            f"{going} of {counted(len(runs), 'run')} had not ended after {timeout_s:g} s"
-        )
+    views = wait_until(runs, "ended", console, poll_interval_s, timeout_s, on_end)
     where = location([run.dir for run in runs], runs[0].submission.parent)
-    found = [ends[run.dir] for run in runs]
+    found = [view.ended for view in views if view.ended is not None]
     try:
         console.print()
         console.print(results_table(runs, found))
@@ -80,72 +64,36 @@ def wait(
 def wait_until(
     runs: Sequence[RunHandle],
     state: str,
-    *,
+    console: Console,
     poll_interval_s: float,
-    timeout_s: float = math.inf,
-    out: TextIO | None = None,
+    timeout_s: float,
+    on_end: Callable[[RunHandle, RunEnd], None] = lambda run, end: None,
 ) -> list[RunView]:
     """Show the progress of runs until each has been in a state (`is_reached`); return their views.
 
     What a leader has written counts once it has written again: the first that is read may be from
-    before the loss of a node. Raises HpcElasticError if a run ends before, or has not been in the
-    state after ``timeout_s``, and SystemExit as `follow`.
-    """
-    seen: dict[Path, RunView] = {}
-    first: dict[Path, float | None] = {}
-    reached = set[Path]()
-
-    def is_over(run: RunHandle, view: RunView) -> bool:
-        seen[run.dir] = view
-        is_new = view.updated != first.setdefault(run.dir, view.updated)
-        if is_reached(view, state) and (is_new or not view.trains):
-            reached.add(run.dir)
-        return run.dir in reached or view.ended is not None
-
-    console = console_for(out or sys.stdout)
-    follow(runs, is_over, console, poll_interval_s=poll_interval_s, timeout_s=timeout_s)
-    for run, view in seen.items():
-        if run not in reached:
-            late = f" after {timeout_s:g} s" if view.ended is None else ""
-            raise HpcElasticError(f"{run} has not reached {state}{late}: {view.describe()}")
-    return list(seen.values())
-
-
-def is_reached(view: RunView, state: str) -> bool:
-    """Return whether a run is ``training``, has ``nodes=N`` or ``step=N`` (pure).
-
-    With ``nodes=N`` it trains with a group of N nodes; with ``step=N`` it has made step N.
-    """
-    word, _, number = state.partition("=")
-    status = view.status
-    if word == "step":
-        return status is not None and (status.step or 0) >= int(number)
-    is_as_large = not number or (status is not None and status.nodes == int(number))
-    return view.trains and is_as_large
-
-
-def follow(
-    runs: Sequence[RunHandle],
-    is_over: Callable[[RunHandle, RunView], bool],
-    console: Console,
-    *,
-    poll_interval_s: float,
-    timeout_s: float,
-) -> None:
-    """Show the progress of runs until ``is_over`` holds for each, or the time is over.
-
-    Raises SystemExit at Ctrl-C or SIGTERM: Slurm's runs continue, local runs are ended, and how to
-    come back was printed.
+    before the loss of a node. ``on_end`` gets each run and its end as soon as it has ended. Raises
+    HpcElasticError if a run ends before, or has not been in the state after ``timeout_s``, and
+    SystemExit at Ctrl-C or SIGTERM: Slurm's runs continue, local runs are ended, and how to come
+    back was printed.
     """
     jobs = runs[0].jobs
+    first: dict[Path, float | None] = {}
+    reached, ended = set[Path](), set[Path]()
     try:
         with sigterm_as_interrupt(), Progress(console) as progress:
             waiter = Waiter(runs, progress, poll_interval_s=poll_interval_s)
             for views in waiter.polls(time.monotonic() + timeout_s):
-                done = [is_over(run, view) for run, view in zip(runs, views, strict=True)]
-                if all(done):
+                for run, view in zip(runs, views, strict=True):
+                    is_new = view.updated != first.setdefault(run.dir, view.updated)
+                    if is_reached(view, state) and (is_new or not view.trains):
+                        reached.add(run.dir)
+                    if view.ended is not None and run.dir not in ended:
+                        ended.add(run.dir)
+                        on_end(run, view.ended)
+                if len(reached | ended) == len(runs):
                     break
-        if all(view.ended is not None for view in views):
+        if len(ended) == len(runs):
             jobs.close()
     except KeyboardInterrupt:
         console.print(jobs.release(), markup=False, highlight=False, soft_wrap=True)
@@ -153,6 +101,25 @@ def follow(
     except BaseException:
         jobs.release()
         raise
+    for run, view in zip(runs, views, strict=True):
+        if run.dir not in reached:
+            late = f" after {timeout_s:g} s" if view.ended is None else ""
+            raise HpcElasticError(f"{run.dir} has not reached {state}{late}: {view.describe()}")
+    return views
+
+
+def is_reached(view: RunView, state: str) -> bool:
+    """Return whether a run has ``ended``, is ``training``, has ``nodes=N`` or ``step=N`` (pure).
+
+    With ``nodes=N`` it trains with a group of N nodes; with ``step=N`` it has made step N.
+    """
+    word, _, number = state.partition("=")
+    if word == "ended":
+        return view.ended is not None
+    if word == "step":
+        return view.status is not None and (view.status.step or 0) >= int(number)
+    nodes = view.status.nodes if view.status is not None else 0
+    return view.trains and (not number or nodes == int(number))
 
 
 class Waiter:

@@ -130,7 +130,7 @@ class RunDetails:
         status = self.status or Point(view.now, "unknown")
         time_s = {kind: round(s, 1) for kind, s in self.account.seconds.items()}
         return {
-            "run_id": self.run_id, "directory": str(view.run.path), "launcher": self.launcher,
+            "run_id": self.run_id, "run": str(view.run.path), "launcher": self.launcher,
             "overrides": self.label, "phase": view.phase, "time": view.now,
             "updated": view.updated, "submitted": view.submitted, "round": self.round,
             "nodes": nodes and nodes[0], "min_nodes": nodes and nodes[1],

@@ -122,7 +122,7 @@ def test_a_requeue_and_a_time_limit_that_the_site_forbids(slurm, place):
         slurm.run(["scontrol", "reconfigure"])
         slurm.run(["scontrol", "update", "partitionname=cancel", "maxtime=3"])
         wanted = ("partition=cancel", "time=60")
-        code, findings, _ = examine(slurm, place, *wanted, "--probe", "--nodes", "1")
+        code, findings, _ = examine(slurm, place, *wanted, "--probe", "--probe-nodes", "1")
         asked_nothing = examine(slurm, place, "partition=cancel", "time=3")[1]
     finally:
         conf.write_text(text)
@@ -143,10 +143,10 @@ def test_a_requeue_and_a_time_limit_that_the_site_forbids(slurm, place):
 def test_a_probe_that_does_not_start_says_why(slurm, place):
     """Slurm's reason and what to do; the probe is cancelled."""
     other = busy(slurm, len(slurm.nodes))
-    code, findings, _ = examine(slurm, place, "partition=low", "--probe", "--wait", "4")
+    code, findings, _ = examine(slurm, place, "partition=low", "--probe", "--wait-s", "4")
     assert code == 1
     assert findings["nodes.start"]["found"].startswith("2 tasks of 2 did not start: Resources")
-    assert "--wait" in findings["nodes.start"]["remedy"]
+    assert "--wait-s" in findings["nodes.start"]["remedy"]
     assert left(slurm, place) == ([other], [])
 
 
@@ -157,7 +157,7 @@ def test_gpus_are_counted_against_the_request(slurm, place, tmp_path):
     command.write_text('#!/bin/sh\nfor i in 0 1; do echo "GPU $i: H200 (UUID: GPU-$i)"; done\n')
     command.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    asked = ["partition=low", "gpus_per_node=1", "--probe", "--nodes", "1"]
+    asked = ["partition=low", "gpus_per_node=1", "--probe", "--probe-nodes", "1"]
     _, findings, report = examine(slurm, place, *asked, PATH=path)
     (node,) = (node["facts"] for node in report["facts"]["probe"]["nodes"])
     assert (node["gpus_given"], node["gpus_seen"]) == (1, 2)
@@ -221,7 +221,7 @@ def test_slurm_that_is_not_in_the_container_is_told_apart(slurm, place, tmp_path
     apptainer.chmod(0o755)
     box = ("container.runtime=apptainer", "container.image=torch.sif", f"python={sys.executable}")
     _, findings, _ = examine(
-        slurm, place, "partition=low", *box, "--probe", "--nodes", "1",
+        slurm, place, "partition=low", *box, "--probe", "--probe-nodes", "1",
         PATH=f"{tools}:{os.environ['PATH']}",
     )  # fmt: skip
     assert findings["nodes.slurm"]["verdict"] == "warn"

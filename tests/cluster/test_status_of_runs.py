@@ -73,7 +73,7 @@ def looked_at_afterwards(slurm, sweep: Sweep, ended: dict) -> None:
     """The other commands agree with what `status` says of a run that has ended."""
     run, files = sweep.run(), sweep.folder.parent
     listed = json.loads(command(slurm, "list", "--json"))
-    assert str(run) in [entry["directory"] for entry in listed]
+    assert str(run) in [entry["run"] for entry in listed]
     assert "was preempted (SIGTERM" in command(slurm, "events", run)
     assert all(
         audit["holds"] for audit in json.loads(command(slurm, "audit", run, "--json")).values()

@@ -141,7 +141,7 @@ def test_an_export_does_not_replace_the_file_with_half_of_it(run, tmp_path, caps
     output.write_text("old")
     code = "import sys; from hpc_elastic.cli.main import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
-        [sys.executable, "-c", code, "export", str(run), "-o", str(output)],
+        [sys.executable, "-c", code, "checkpoints", "export", str(run), "-o", str(output)],
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
         capture_output=True, text=True, check=False,
     )  # fmt: skip

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -141,13 +140,28 @@ def test_a_dry_run_without_slurm_launcher_says_what_is_missing(script, tmp_path)
 
 
 def test_a_dry_run_hands_on_the_failure_of_the_script(tmp_path):
-    """The user's own error is shown, and its exit code returned; of a signal, as a shell does."""
+    """The user's own error is shown, and how the script ended is named."""
     render = [*DRY_RUN, "--json", "train.py"]
-    (tmp_path / "train.py").write_text("raise SystemExit(7)")
+    (tmp_path / "train.py").write_text("import hydra\nraise SystemExit(7)")
     done = python(*render, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (7, "")
-    (tmp_path / "train.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
-    assert python(*render, cwd=tmp_path).returncode == 128 + signal.SIGKILL
+    assert done.returncode == 1 and "exit code 7" in json.loads(done.stdout)["error"]["message"]
+    (tmp_path / "train.py").write_text("import hydra, os\nos.kill(os.getpid(), 9)")
+    done = python(*render, cwd=tmp_path)
+    assert done.returncode == 1 and "ended by signal 9" in done.stderr
+
+
+def test_a_script_without_hydra_is_named_the_command_that_runs_it(tmp_path):
+    """Before it is run: it would take no overrides, or train in the foreground."""
+    (tmp_path / "plain.py").write_text("import argparse, torch\nopen('ran', 'w')")
+    given = ["+launcher=slurm", "launcher.partition=gpu", "--lr", "0.1"]
+    done = python("-m", "hpc_elastic", "submit", "plain.py", *given, cwd=tmp_path)
+    typed = "hpc-elastic run --detach launcher=slurm launcher.partition=gpu -- python plain.py"
+    assert done.returncode == 2 and f"{typed} --lr 0.1\n" in done.stderr
+    assert not (tmp_path / "ran").exists()
+    (tmp_path / "plain.py").write_text("import mine\nopen('ran', 'w')")
+    (tmp_path / "mine.py").write_text("import hydra")
+    assert python("-m", "hpc_elastic", "submit", "plain.py", cwd=tmp_path).returncode == 1
+    assert (tmp_path / "ran").exists()
 
 
 def test_wait_wants_a_sweep_directory(tmp_path, capsys):

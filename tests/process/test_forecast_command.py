@@ -192,9 +192,10 @@ def test_what_sbatch_refuses_is_an_error_with_its_key(cluster, capsys):
 
 
 def test_only_slurm_has_a_queue(cluster, capsys):
-    """A script that fails hands on its exit code."""
+    """A script that fails is named with its exit code."""
     cluster()
     assert main(["submit", "--test-only", "train.py", "+launcher=local"]) == 1
     assert "launcher=slurm" in capsys.readouterr().err
-    Path("train.py").write_text("raise SystemExit(7)")
-    assert main(["submit", "--test-only", "train.py"]) == 7
+    Path("train.py").write_text("import hydra\nraise SystemExit(7)")
+    assert main(["submit", "--test-only", "train.py"]) == 1
+    assert "train.py failed with exit code 7" in capsys.readouterr().err

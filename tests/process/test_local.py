@@ -373,7 +373,7 @@ def test_each_node_gets_its_share_of_the_gpus(tmp_path, monkeypatch):
 
 def test_not_waiting_is_refused(tmp_path):
     """Nobody would start what waits in the queue, and nobody end it."""
-    with pytest.raises(ConfigError, match=r"launcher\.wait=False.*nohup hpc-elastic run"):
+    with pytest.raises(ConfigError, match=r"launcher\.wait=False.*hpc-elastic run --detach"):
         submitted(tmp_path, settings(1, wait=False))
 
 

@@ -177,7 +177,7 @@ def test_a_run_is_told_of_from_its_start_to_its_end(run, capsys):
     reported_as(told, run.path, capsys)
 
     assert main(["list", "--json"]) == 0
-    (listed,) = (r for r in json.loads(capsys.readouterr().out) if r["directory"] == str(run.path))
+    (listed,) = (r for r in json.loads(capsys.readouterr().out) if r["run"] == str(run.path))
     assert (listed["state"], listed["run_id"]) == ("succeeded", told["run_id"])
 
 

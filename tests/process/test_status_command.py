@@ -377,6 +377,26 @@ def test_overrides_are_listed_as_they_were_given(tmp_path, monkeypatch, capsys):
     assert "layers=[conv,attn] paths=[/a,/b]" in capsys.readouterr().out
 
 
+def test_a_narrow_list_has_what_matters_first(tmp_path, monkeypatch, capsys):
+    """On 80 columns a run's id is whole, and words are not broken."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    run = made(tmp_path / "multirun/2030-01-31/12-00-00")
+    run.hydra.mkdir()
+    (run.hydra / "overrides.yaml").write_text("['lr=0.001', 'model.width=1024', 'data=imagenet']")
+    run.status.write_text('{"phase": "training", "step": 12345, "total_steps": 90000, "loss": 0.5}')
+    run.result.write_text(json.dumps({"status": "succeeded"}))
+    registry.add({"imagenet-20300131-120000-0123abcd": run.path})
+    assert main(["list"]) == 0
+    head, _, first, *more = capsys.readouterr().out.splitlines()
+    assert head.split() == ["run", "state", "step", "loss", "nodes"]
+    shown = ["imagenet-20300131-120000-0123abcd", "succeeded", "12,345", "of", "90,000", "0.5"]
+    assert first.split() == shown and max(map(len, (first, *more))) <= 80
+    words = " ".join(more).split()
+    assert {"lr=0.001", "model.width=1024", "multirun/2030-01-31/12-00-00/0"} <= {*words}
+
+
 def test_a_list_reads_no_more_runs_than_it_shows(tmp_path, monkeypatch, capsys):
     """The newest, of a thousand; and says that there are more."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

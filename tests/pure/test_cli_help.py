@@ -7,15 +7,20 @@ from dataclasses import fields
 
 import click
 import pytest
+from click.shell_completion import ShellComplete
 
 from helps import command_names, help_of, named, not_in_help
 from hpc_elastic.cli import options
 from hpc_elastic.cli.checkpoints import CheckpointFinding
+from hpc_elastic.cli.main import program
+from hpc_elastic.cli.run import SECTIONS
 from hpc_elastic.cli.status import Listed
 from hpc_elastic.data.audit import EpochProof, Proof
+from hpc_elastic.run import registry
+from hpc_elastic.run.directory import RunDir
 
 NAMES = list(command_names())
-NO_JSON = ("init", "lighthouse", "run")
+NO_JSON = ("init", "lighthouse")
 
 
 def examples(name: str) -> list[list[str]]:
@@ -52,6 +57,43 @@ def test_every_command_that_tells_something_tells_it_to_scripts(name):
     assert re.search(r"^  --json  ", text, re.MULTILINE)
     described = r"--json (prints|says)|With --json,?\s+(one|a\s+list|each)|[Kk]eys of --json"
     assert re.search(described, text)
+
+
+@pytest.mark.parametrize(
+    ("words", "begin", "completions"),
+    [
+        ([], "che", ["checkpoints"]),
+        (["checkpoints"], "", ["verify", "export", "prune"]),
+        (["node"], "k", ["kill"]),
+        (["node", "kill"], "digits", ["digits-1"]),
+        (["node", "kill", "digits-1"], "n", ["n1", "n2"]),
+        (["report", "--live"], "digits", ["digits-1"]),
+        (["wait", "last", "--until"], "s", ["step="]),
+        (["init", "--completion"], "f", ["fish"]),
+        (["run"], "--part", ["--partition"]),
+        (["run", "--nodes", "2", "--scale-up"], "im", ["immediate"]),
+        (["doctor"], "part", ["partition="]),
+    ],
+)
+def test_a_shell_completes(words, begin, completions, tmp_path, monkeypatch):
+    """Commands of groups, options, runs by their ids, nodes of the run, and words."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    run = RunDir(tmp_path / "7")
+    run.path.mkdir()
+    run.spec.touch()
+    run.status.write_text('{"members": [{"host": "n1"}, {"host": "n2"}]}')
+    registry.add({"digits-1": run.path})
+    found = ShellComplete(program, {}, "hpc-elastic", "X").get_completions(words, begin)
+    assert [item.value for item in found] == completions
+
+
+def test_every_setting_is_in_the_help_of_run():
+    """Under its topic; the topics name no setting that is not there."""
+    text, command = help_of("run"), named(["run"])[0]
+    topics = [word for words in SECTIONS.values() for word in words.split() if "." not in word]
+    assert set(topics) <= set(command.settings) and len(topics) == len(set(topics))
+    assert all(option.opts[0] in text for option in command.settings.values())
+    assert {"--agent.hang-timeout-s", "--run-dir", "--max-agents"} <= set(text.split())
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,8 @@ def test_run_ids_are_unique_and_readable():
     """Two runs that start in the same second differ."""
     assert len({make_run_id("train") for _ in range(100)}) == 100
     assert make_run_id("train").startswith("train-2")
+    own = Path("runs", make_run_id("train"))
+    assert make_run_id("train", own) == own.name != make_run_id("other", own)
 
 
 @pytest.mark.parametrize(

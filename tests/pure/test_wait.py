@@ -10,7 +10,7 @@ from rich.console import Console
 
 from hpc_elastic.errors import HpcElasticError, RunDirectoryError, SlurmCommandError
 from hpc_elastic.launcher.follow import GONE_S, LIST_S
-from hpc_elastic.launcher.progress import Progress
+from hpc_elastic.launcher.progress import Progress, console_for
 from hpc_elastic.launcher.run_handle import RunHandle
 from hpc_elastic.launcher.wait import UNREADABLE_S, Waiter, wait, wait_until
 from hpc_elastic.report.run_view import RunEnd, RunReading
@@ -389,9 +389,9 @@ def test_a_state_is_waited_for(run, monkeypatch, state, reached):
     waited = replace(run, jobs=Script([[RUNNING]]))
     if reached is None:
         with pytest.raises(HpcElasticError, match="has not reached step=9: it has ended: failed"):
-            wait_until([waited], state, poll_interval_s=1.0, out=io.StringIO())
+            wait_until([waited], state, console_for(io.StringIO()), 1.0, 9.0)
     else:
-        (view,) = wait_until([waited], state, poll_interval_s=1.0, out=io.StringIO())
+        (view,) = wait_until([waited], state, console_for(io.StringIO()), 1.0, 9.0)
         assert view is read[-1] and len(read) == reached
 
 
@@ -399,11 +399,10 @@ def test_a_wait_is_over_after_its_time(run):
     """With an error that says what the run is doing; the run goes on."""
     write_status(run, phase="training", nodes=1, step=5, updated=1)
     waited = [replace(run, jobs=Script([[RUNNING]]))]
-    late = {"poll_interval_s": 0.01, "timeout_s": 0.05, "out": io.StringIO()}
-    with pytest.raises(HpcElasticError, match="has not reached nodes=2 after 0.05 s: it is train"):
-        wait_until(waited, "nodes=2", **late)
-    with pytest.raises(HpcElasticError, match="1 of 1 run had not ended after 0.05 s"):
-        wait(waited, **late)
+    with pytest.raises(HpcElasticError, match=r"not reached nodes=2 after 0\.05 s: it is train"):
+        wait_until(waited, "nodes=2", console_for(io.StringIO()), 0.01, 0.05)
+    with pytest.raises(HpcElasticError, match=r"not reached ended after 0\.05 s"):
+        wait(waited, poll_interval_s=0.01, timeout_s=0.05, out=io.StringIO())
 
 
 def test_an_interrupt_while_results_are_printed_says_that_the_runs_have_ended(run, monkeypatch):

@@ -140,7 +140,7 @@ def run_command(settings: list[str], command: list[str], detach: bool, as_json: 
 
     from hpc_elastic.agent import command as entry_module
     from hpc_elastic.api import launch_entry
-    from hpc_elastic.config.resolve import read_setting
+    from hpc_elastic.config.resolve import read_setting, resolve
     from hpc_elastic.errors import ConfigError, SubmissionError
     from hpc_elastic.launcher.local import machine_gpus
     from hpc_elastic.launcher.user_code import search_path
@@ -163,7 +163,10 @@ def run_command(settings: list[str], command: list[str], detach: bool, as_json: 
     run_dir, backend = given.pop("run_dir", None), given.pop("launcher", "local")
     is_one = backend == "local" and len(machine_gpus(os.environ)) < 2
     _refuse_launcher(command, {"nproc_per_node": 1 if is_one else "auto", **top})
+    run_settings = {**top, "launcher": {**given, "backend": backend}}
+    overrides = [f"{key}=" if key in top else f"launcher.{key}=" for key, _ in typed]
     if detach:
+        resolve(run_settings, overrides=overrides)  # an error is raised here, not there
         argv = [sys.executable, "-m", "hpc_elastic", "run", *settings, "wait=false", "--", *command]
         code, submitted = submit_by(argv)
         if code != 0 or not submitted:
@@ -177,9 +180,9 @@ def run_command(settings: list[str], command: list[str], detach: bool, as_json: 
             sys_path=[*entry_module.search_folders(command), *search_path(of_main=False)],
         ),
         script.stem if script is not None else Path(command[0]).name,
-        {**top, "launcher": {**given, "backend": backend}},
+        run_settings,
         run_dir,
-        [f"{key}=" if key in top else f"launcher.{key}=" for key, _ in typed],
+        overrides,
     )  # fmt: skip
     return 0
 

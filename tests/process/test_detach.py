@@ -109,3 +109,25 @@ local.submit = submit_and_lose
     assert "the runs were ended" in log and "FileNotFoundError" in log
     (task,) = json.loads((submission / "local-tasks.json").read_text()).values()
     assert task["state"] == "ENDED" and is_gone(task["pid"])
+
+
+def test_a_command_runs_behind_the_one_that_has_submitted_it(tmp_path):
+    """`run --detach`: the id is that of its folder, and what is wrong is said at once."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path / "state")}
+
+    def call(*argv: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "hpc_elastic", *argv]
+        return subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True)
+
+    settings = ["--nproc-per-node", "1", "agent.warm_workers=false"]
+    done = call("run", "--detach", "--json", *settings, "--", "sh", "-c", "sleep 1; touch ran")
+    (told,) = json.loads(done.stdout)
+    ((run_id, run),) = [entry.values() for entry in told["runs"]]
+    assert (told["launcher"], Path(run)) == ("local", tmp_path / "runs" / run_id)
+    assert not (tmp_path / "ran").exists()
+    waited = call("wait", run_id, "--json")
+    assert json.loads(waited.stdout)[0]["status"] == "succeeded" and (tmp_path / "ran").exists()
+    await_end(told["pid"])
+    refused = call("run", "--detach", "--json", "--nodes", "0", "--", "true")
+    assert refused.returncode == 1
+    assert json.loads(refused.stdout)["error"]["code"] == "config-error"

@@ -40,7 +40,14 @@ def test_people_get_a_table(without_slurm, capsys):
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [(["partiton=gpu"], "partition"), (["launcher=local"], "only slurm"), (["--nodes=0"], "1<=x")],
+    [
+        (["partiton=gpu"], "partition"),
+        (["launcher=local"], "only slurm"),
+        (["--probe-nodes=0"], "1<=x"),
+        (["--nodes=0"], "nodes=0: allowed"),
+        (["--partiton", "gpu"], "partition"),
+        (["--launcher.nods", "1"], "nods"),
+    ],
 )
 def test_wrong_arguments_are_refused(words, says, capsys):
     """The exit code is 2."""

@@ -87,6 +87,19 @@ def test_a_shell_completes(words, begin, completions, tmp_path, monkeypatch):
     assert [item.value for item in found] == completions
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["nodes=1:4", "--nodes 1:4", "--nodes=1:4", "launcher.nodes=1:4", "--launcher.nodes 1:4"],
+)
+def test_a_setting_is_spelt_in_either_way(words):
+    """As Hydra's override, or as an option: `run` and `doctor` take both."""
+    given = [*words.split(), "--preempt-grace-s", "-1", "agent.numa=node"]
+    assert options.split_settings(given) == ["nodes=1:4", "preempt_grace_s=-1", "agent.numa=node"]
+    for wrong in (["nodes"], ["--nodes"], ["-n", "2"]):
+        with pytest.raises(click.UsageError, match="--KEY VALUE, or KEY=VALUE"):
+            options.split_settings(wrong)
+
+
 def test_every_setting_is_in_the_help_of_run():
     """Under its topic; the topics name no setting that is not there."""
     text, command = help_of("run"), named(["run"])[0]

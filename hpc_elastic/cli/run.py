@@ -47,12 +47,8 @@ SECTIONS = {
     "Slurm": "partition account qos gpus_per_node cpus_per_node mem constraint exclude exclusive "
     "array_parallelism job_name result_job setup sbatch srun_args python template",
     "Faults": "ft max_restarts max_failed_rounds max_requeues require_group on_bad_loss",
-    "Container": "container.",
-    "Rendezvous": "rendezvous.",
-    "Agent": "agent.",
-    "Others": "",
 }
-"""Settings by topic, in the order of the help; a word with a dot is a beginning."""
+"""Settings by topic, in the order of the help. Others follow, and groups, each a topic."""
 
 
 class _RunCommand(click.Command):
@@ -89,13 +85,13 @@ class _RunCommand(click.Command):
         own, command = args[:end], args[end + 1 :]
         if {"--help", "-h"} & set(own):
             return super().parse_args(ctx, ["--help"])
-        ctx.meta[options.JSON] = as_json = "--json" in own
+        detach, as_json = "--detach" in own, "--json" in own
+        ctx.meta[options.JSON] = as_json
         if not command:
             raise click.UsageError("give the command behind `--`, as in: -- python train.py", ctx)
-        settings = options.split_settings([w for w in own if w not in ("--detach", "--json")])
-        detach = "--detach" in own
         if as_json and not detach:
             raise click.UsageError("--json needs --detach: it prints what was submitted", ctx)
+        settings = options.split_settings([w for w in own if w not in ("--detach", "--json")])
         ctx.params |= {"settings": settings, "command": command}
         ctx.params |= {"detach": detach, "as_json": as_json}
         return []
@@ -105,20 +101,17 @@ class _RunCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, and the settings by topic."""
-        left = dict(self.settings)
         own = [p for p in super().get_params(ctx) if isinstance(p, click.Option)]
         sections = {"Options": own}
-        for title, words in SECTIONS.items():
-            keys = [k for word in words.split() for k in left if k == word or word == _group(k)]
-            sections[title] = [left.pop(key) for key in keys or list(left)]
+        topics = {key: title for title, keys in SECTIONS.items() for key in keys.split()}
+        for key in {**topics, **self.settings}:
+            group, dot, _ = key.partition(".")
+            title = group.title() if dot else topics.get(key, "Others")
+            sections.setdefault(title, []).append(self.settings[key])
         for title, found in sections.items():
             with formatter.section(title):
                 rows = [option.get_help_record(ctx) for option in found]
                 formatter.write_dl([row for row in rows if row is not None])
-
-
-def _group(key: str) -> str:
-    return f"{key.partition('.')[0]}." if "." in key else ""
 
 
 @click.command(cls=_RunCommand, epilog=_RUN_EXAMPLES)

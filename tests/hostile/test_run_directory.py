@@ -151,7 +151,7 @@ def test_what_a_stranger_has_put_into_a_run_counts(name, mine, open_folder, caps
         pytest.skip("only root can be two users")
     mine.settings.write_text("{}")
     os.chown(mine.path / name, STRANGER, STRANGER)
-    assert called(["resume"], mine) == 1
+    assert called(["resume", "RUN"], mine) == 1
     assert f"{mine.path / name} belongs to another user" in capsys.readouterr().err
 
 
@@ -163,7 +163,7 @@ def test_a_strangers_hard_link_brings_nothing_into_his_run(theirs, stranger, ope
     link = "import os, sys; os.link(sys.argv[1], sys.argv[2])"
     done = stranger(link, precious, theirs.settings)
     assert not done.returncode, done.stderr
-    assert called(["resume"], theirs) == 1
+    assert called(["resume", "RUN"], theirs) == 1
     assert "belongs to another user" in capsys.readouterr().err
     assert precious.read_text() == "{}" and precious.stat().st_nlink == 2
 

@@ -1,6 +1,6 @@
 """The generator of those reference pages whose facts stand in the code.
 
-    python docs/generate.py       writes all of them into docs/reference
+    python docs/generate.py       writes all of them into docs/reference, and the blocks of figures
 
 Tests compare the pages with what this writes.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import click
+import figures
 
 from hpc_elastic import errors
 from hpc_elastic.cli.main import error_code, program
@@ -368,3 +369,4 @@ PAGES = {
 if __name__ == "__main__":
     for name, page in PAGES.items():
         (Path(__file__).parent / "reference" / name).write_text(page())
+    figures.write()

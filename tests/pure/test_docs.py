@@ -13,6 +13,7 @@ from hpc_elastic.run import directory
 
 sys.path.append(str(ROOT / "docs"))
 
+import figures
 from generate import cli_page, settings_page
 
 
@@ -59,6 +60,39 @@ def test_what_is_not_there_is_found(text, unknown):
 def test_a_generated_page_is_fresh(name, page):
     """`python docs/generate.py` writes it."""
     assert (ROOT / f"docs/reference/{name}.md").read_text() == page()
+
+
+def test_every_figure_has_a_source():
+    """The blocks of figures are fresh, and no figure outside of them stands alone."""
+    assert list(figures.problems()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "has_source"),
+    [
+        ("it takes 3.5 s", False),
+        ("27 to 30 % longer ([measured](../benchmarks/RESULTS.md#a-study))", False),
+        ("it takes 97 % ([paper](https://example.org))", True),
+        ("after 30 s ([settings](../reference/settings.md))", True),
+        ("Python 3.11, step 52, `grace=30 s`, 10.1.0.0/16, the last [30 s](x.md#in-30-s)", False),
+        ("Python 3.11, step 52, `grace=30 s`, 10.1.0.0/16, [part 1](x.md#in-30-s)", True),
+    ],
+)
+def test_a_figure_without_a_source_is_found(line, has_source):
+    """Typed from RESULTS.md, it would be stale one day; in code it is none."""
+    block = "<!-- figures ladder -->\n2 minutes\n<!-- figures end -->"
+    text = f"{block}\n{line}\n```console\nafter 3 s\n```\n"
+    assert list(figures.without_source(text)) == ([] if has_source else [re.sub("`.*?`", "", line)])
+
+
+def test_a_peer_that_is_ahead_stands_first():
+    """By the figures themselves, in both tables."""
+    for in_short in (True, False):
+        table = figures.comparison("README.md", in_short=in_short).splitlines()[2:]
+        is_ours_best = [row.split(" | ")[1].startswith("**") for row in table]
+        assert is_ours_best == sorted(is_ours_best) and not all(is_ours_best)
+    with pytest.raises(LookupError):
+        figures.Measured("submit", ("sbatch",), "whole command, s").cell()
 
 
 def test_the_page_of_files_has_every_path():

@@ -382,10 +382,44 @@ def test_a_change_leads_to_valid_code(page):
             compile(after(block.text), page, "exec")
 
 
-def test_the_change_of_the_readme_runs(one_worker):
-    """As it leads to."""
+SCRIPT = """
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+data = TensorDataset(torch.randn(96, 4), torch.arange(96) % 2)
+net = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+"""
+"""What the README's change takes for granted, in a script."""
+
+STARTED_BY = {
+    "python": [sys.executable],
+    "a debugger": [sys.executable, "-m", "pdb", "-c", "continue", "-c", "quit"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"],
+    "hpc-elastic run": [
+        *[sys.executable, "-m", "hpc_elastic", "run", "--launcher=local", "--nodes=2"],
+        *["--run-dir=run", "--", "python"],
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "way", [w if w == "python" else pytest.param(w, marks=pytest.mark.long) for w in STARTED_BY]
+)
+def test_the_change_of_the_readme_runs(way, tmp_path):
+    """One file trains to its end under each of these, and each of its workers makes all steps."""
     (block,) = (b for b in blocks_of("README.md") if b.language == "diff")
-    names: dict[str, object] = {}
-    exec(SETUP, names)
-    exec(after(block.text), names)
-    names["checkpointer"].close()
+    end = 'print("made", sampler.step, "steps")\n'
+    (tmp_path / "script.py").write_text(f"{SCRIPT}{after(block.text)}{end}")
+    done = subprocess.run(
+        [*STARTED_BY[way], "script.py"], cwd=tmp_path, check=True, timeout=300,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True,
+    )  # fmt: skip
+    logs = [path.read_text() for path in sorted(tmp_path.glob("run/tasks/**/*.out"))]
+    num_workers = 1 if way in ("python", "a debugger") else 2
+    assert "".join([done.stdout, *logs]).count("made 40 steps") == num_workers

@@ -14,12 +14,25 @@ import pytest
 from doc_pages import ROOT, blocks, typed_lines
 
 
+def _commands() -> list[str]:
+    """Return what the first block of the README types."""
+    block, *_ = blocks((ROOT / "README.md").read_text(), "console")
+    return [line.split("#")[0].strip() for line in typed_lines(block)]
+
+
+def test_the_readme_begins_with_its_two_commands():
+    """They stand in its first screen, are scripts of the clone, and can be typed as they are."""
+    assert _commands() == ["./scripts/quickstart", "./scripts/test"]
+    assert all(os.access(ROOT / command, os.X_OK) for command in _commands())
+    page = (ROOT / "README.md").read_text()
+    assert len(page.splitlines()) < 120
+    assert page.index("./scripts/test") < page.index("\n## ")
+
+
 @pytest.mark.long
 def test_the_two_commands_of_the_readme_work_in_a_fresh_clone(tmp_path):
-    """Both stand in its first 40 lines; typed from there, they set up, train, and pass tests."""
-    page = "".join((ROOT / "README.md").read_text().splitlines(keepends=True)[:40])
-    typed = [line for block in blocks(page, "console") for line in typed_lines(block)]
-    quickstart, test = (line.split("#")[0].strip() for line in typed if "./scripts/" in line)
+    """Typed as they stand there, they set up, train, and pass tests."""
+    quickstart, test = _commands()
     clone = _clone(tmp_path / "clone")
     trained = _type(f"{quickstart} epochs=2", clone)
     assert len(re.findall(r"succeeded +0\.\d+", trained)) == 2

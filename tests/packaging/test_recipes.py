@@ -1,6 +1,9 @@
 """pyproject.toml decides: the version and the dependencies stand in other files as well."""
 
 import re
+import shlex
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -79,6 +82,23 @@ def test_the_version_is_that_of_the_project(file: str, pattern: str) -> None:
     """`scripts/release --version` writes it into all of these files."""
     found = re.search(pattern, (CLONE / file).read_text(), re.MULTILINE)
     assert found and found[1] == PROJECT["project"]["version"]
+
+
+def test_the_readme_leads_to_the_project_from_other_sites(tmp_path: Path) -> None:
+    """`scripts/release` makes each of its links inside absolute, if the address is known."""
+    script = (CLONE / "scripts/release").read_text()
+    (function,) = re.findall(r"^absolute_links\(\) \{.*?^\}", script, re.DOTALL | re.MULTILINE)
+    shutil.copy(CLONE / "README.md", tmp_path)
+    before = re.findall(r"\]\((?!https?:)([^)]+)\)", (tmp_path / "README.md").read_text())
+    variables = "address=https://git.example/us/it version=9.9"
+    command = f"{function}\n{variables}; absolute_links {shlex.quote(str(tmp_path))}"
+    subprocess.run(["bash", "-euc", command], check=True)
+    after = re.findall(r"\]\(([^)]+)\)", (tmp_path / "README.md").read_text())
+    at = "https://git.example/us/it/{}/v9.9/{}"
+    picture = "docs/images/nodes.svg"
+    assert at.format("raw", picture) in after
+    assert {at.format("blob", path) for path in before if path != picture} < set(after)
+    assert all((CLONE / path.partition("#")[0]).exists() for path in before)
 
 
 def test_the_citation_has_the_date_of_the_release() -> None:

@@ -50,7 +50,8 @@ def draw(holes: Holes, account: Account, num_nodes: int, hours: float) -> str:
         lines.append(f'<text x="{_LEFT - 8}" y="{y:.0f}" text-anchor="end">{nodes}</text>')
     for hour in range(0, int(hours) + 1, max(1, int(hours) // 5)):
         x = round(_LEFT + width * hour / hours)
-        lines.append(f'<text x="{x}" y="{HEIGHT - 10}" text-anchor="middle">{hour} h</text>')
+        anchor = "end" if x > WIDTH - 2 * _RIGHT else "middle"  # the last one ends with the frame
+        lines.append(f'<text x="{x}" y="{HEIGHT - 10}" text-anchor="{anchor}">{hour} h</text>')
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 

@@ -5,7 +5,7 @@
         while step < steps:
             train_one_step()
             step += 1
-            checkpointer.save_if_due(step, every_s=600)
+            checkpointer.save_if_due(step)
 
 Every rank makes one, and calls it at the same steps. A save copies the state into host memory and
 returns; a thread writes, checks and commits it (`save` has the theory). What is committed is

@@ -196,5 +196,5 @@ def test_the_larger_model_of_the_tutorial_survives_its_preemption(tmp_path):
         assert "hpc_elastic: " not in warnings
         assert any((tmp_path / "runs/large/0/tensorboard").iterdir())
     finally:
-        for run in ("large", "judge"):
+        for run in ("large", "evaluate"):
             terminal.call(f"hpc-elastic cancel runs/{run}/0 --yes")

@@ -11,14 +11,45 @@ import pytest
 import yaml
 from local_runs import LocalRun
 
+from doc_pages import ROOT, blocks
 from hpc_elastic.cli.main import main
 
-EXAMPLES = Path(__file__).parents[2] / "examples/conversions"
+EXAMPLES = ROOT / "examples/conversions"
+PAGE = ROOT / "docs/howto/convert.md"
 COMMAND = [sys.executable, "-P", "-m", "hpc_elastic"]
 LONG = pytest.mark.long
+LAST_WORDS = {
+    "ddp": "epoch 23: loss", "fsdp2": "trained", "lightning_ddp": "trained", "trainer": "trained",
+}  # fmt: skip
+"""What each script prints at the end of 24 epochs."""
 
 
-class CommandRun(LocalRun):
+def arguments(name: str, *, epochs: int, pause_s: float) -> list[str]:
+    """Return the command line of a script of the examples."""
+    if name == "ddp":
+        return ["--epochs", str(epochs), "--pause-s", str(pause_s)]
+    return [str(epochs), str(pause_s)]
+
+
+class ConvertedRun(LocalRun):
+    """The run of a script of the examples."""
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Return the outcome of a command about the run."""
+        argv = [*COMMAND, *(str(self.path) if a == "RUN" else a for a in arguments)]
+        return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+
+    def trains_with(self, num_nodes: int, times: int) -> None:
+        """Wait until this number of groups of this size have made their first step."""
+
+        def has() -> bool:
+            rounds = {e["number"] for e in self.events("round") if e["world_size"] == num_nodes}
+            return len(rounds & {e["round"] for e in self.events("first_step")}) >= times
+
+        self.eventually(has, f"{num_nodes} nodes train, time {times}")
+
+
+class CommandRun(ConvertedRun):
     """A run of `hpc-elastic run`, one worker a node."""
 
     def __init__(
@@ -37,20 +68,6 @@ class CommandRun(LocalRun):
                 cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
 
-    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Return the outcome of a command about the run."""
-        argv = [*COMMAND, *(str(self.path) if a == "RUN" else a for a in arguments)]
-        return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
-
-    def trains_with(self, num_nodes: int, times: int) -> None:
-        """Wait until this number of groups of this size have made their first step."""
-
-        def has() -> bool:
-            rounds = {e["number"] for e in self.events("round") if e["world_size"] == num_nodes}
-            return len(rounds & {e["round"] for e in self.events("first_step")}) >= times
-
-        self.eventually(has, f"{num_nodes} nodes train, time {times}")
-
 
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=LONG) for n in ("ddp", "fsdp2", "lightning_ddp", "trainer")]
@@ -62,16 +79,42 @@ def test_a_converted_script_is_killed_and_grows(name, tmp_path):
     if name == "trainer":
         pytest.importorskip("transformers")
     script = str(EXAMPLES / f"after/{name}.py")
-    with CommandRun(tmp_path, "python", script, "24", "0.05", settings=("--nodes", "1:2")) as run:
+    options = arguments(name, epochs=24, pause_s=0.05)
+    with CommandRun(tmp_path, "python", script, *options, settings=("--nodes", "1:2")) as run:
         run.trains_with(2, 1)
         assert run.command("node", "kill", "RUN", "local-1").returncode == 0
         run.trains_with(2, 2)
         assert run.wait() == 0, run.output()
-    assert run.command("audit").returncode == 0
+    assert run.command("audit", "RUN").returncode == 0
     if name != "trainer":  # it has a folder of its own
         assert list((run.path / "checkpoints").glob("step-*"))
         assert not (tmp_path / "checkpoints").exists(), "also of workers that were warm"
-    assert "trained" in run.command("logs").stdout
+    assert LAST_WORDS[name] in run.command("logs", "RUN").stdout
+
+
+@pytest.mark.long
+def test_a_converted_hydra_script_is_killed_and_grows(tmp_path):
+    """As the others, with its schedule, scaler, averaged and best model."""
+    script = EXAMPLES / "after/hydra_ddp.py"
+    with ConvertedRun(script, tmp_path, "nodes=1:2") as run:
+        run.trains_with(2, 1)
+        assert run.command("node", "kill", "RUN", "local-1").returncode == 0
+        run.trains_with(2, 2)
+        assert run.wait() == 0, run.output()
+    assert run.command("audit", "RUN").returncode == 0
+    assert (run.path / "best.pt").exists()
+
+
+@pytest.mark.long
+def test_a_hydra_script_as_it_is_starts_anew(tmp_path):
+    """It needs no more than the name of the launcher on its command line."""
+    script = EXAMPLES / "before/hydra_ddp.py"
+    given = ("+launcher=local", "nodes=2", "epochs=3", "pause_s=0.02")
+    with ConvertedRun(script, tmp_path, *given) as run:
+        run.trains_with(2, 1)
+        assert run.command("node", "kill", "RUN", "local-1").returncode == 0
+        assert run.wait() == 0, run.output()
+    assert (run.path / "best.pt").exists()
 
 
 @pytest.mark.long
@@ -79,11 +122,15 @@ def test_a_converted_script_is_killed_and_grows(name, tmp_path):
 def test_a_script_as_it_is_starts_anew(name, tmp_path):
     """With the variables that torchrun sets, its arguments, and its steps counted."""
     script = str(EXAMPLES / f"before/{name}.py")
-    with CommandRun(tmp_path, "python", script, "3", "0.02", settings=("--nodes", "2")) as run:
+    options = arguments(name, epochs=3, pause_s=0.02)
+    with CommandRun(tmp_path, "python", script, *options, settings=("--nodes", "2")) as run:
         run.trains_with(2, 1)
         assert run.command("node", "kill", "RUN", "local-1").returncode == 0
         assert run.wait() == 0, run.output()
-    status = run.command("status", "--json")
+    if name == "ddp":  # it continues from its own checkpoint
+        assert LAST_WORDS["ddp"].replace("23", "2") in run.command("logs", "RUN").stdout
+        return
+    status = run.command("status", "RUN", "--json")
     assert yaml.safe_load(status.stdout)["step"] >= 3 * (1797 // 48)
 
 
@@ -96,7 +143,7 @@ def test_settings_come_from_a_file_and_from_the_command_line(tmp_path):
     with CommandRun(tmp_path, "python", str(script), "--lr", "0.1", "x y",
                     settings=("--nodes=2",)) as run:  # fmt: skip
         assert run.wait() == 0, run.output()
-    assert "['--lr', '0.1', 'x y'] 2" in run.command("logs").stdout
+    assert "['--lr', '0.1', 'x y'] 2" in run.command("logs", "RUN").stdout
     settings = (run.path / "run.json").read_text()
     assert '"max_restarts": 0' in settings
 
@@ -123,7 +170,7 @@ def test_a_script_finds_the_modules_that_python_finds(tmp_path, monkeypatch):
     expected = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=True)
     with CommandRun(tmp_path, "python", "scripts/train.py", settings=("--nodes", "1")) as run:
         assert run.wait() == 0, run.output()
-    assert expected.stdout.strip() in run.command("logs").stdout
+    assert expected.stdout.strip() in run.command("logs", "RUN").stdout
 
 
 CLEARS = """
@@ -142,7 +189,7 @@ def test_a_node_whose_shared_memory_was_cleared_goes_on(tmp_path):
     (tmp_path / "clears.py").write_text(CLEARS)
     with CommandRun(tmp_path, "python", "clears.py", settings=("--nodes", "1")) as run:
         assert run.wait() == 0, run.output()
-    assert "'owner'" in (output := run.command("logs", "--agent").stdout) and "0o700" in output
+    assert "'owner'" in (output := run.command("logs", "RUN", "--agent").stdout) and "0o700" in output
     assert "RemoveIPC=no" in output
 
 
@@ -169,7 +216,7 @@ def test_a_node_whose_shared_memory_is_full_for_a_moment_starts_its_workers_late
         tmp_path, "python", "fills.py", settings=("--nodes", "1"), prefix=prefix
     ) as run:
         assert run.wait() == 0, run.output()
-    assert "workers not started" in run.command("logs", "--agent").stdout
+    assert "workers not started" in run.command("logs", "RUN", "--agent").stdout
 
 
 @pytest.mark.parametrize(
@@ -248,7 +295,7 @@ def test_a_module_and_a_script_of_shell_run(tmp_path):
             (folder / "package").symlink_to(tmp_path / "package")
         with CommandRun(folder, *command) as run:
             assert run.wait() == 0, run.output()
-        assert says in run.command("logs").stdout
+        assert says in run.command("logs", "RUN").stdout
 
 
 @pytest.mark.parametrize(
@@ -286,10 +333,20 @@ def test_a_launcher_for_each_gpu_is_refused(gpus, is_refused, capsys, tmp_path, 
 
 def test_the_number_of_lines_that_change():
     """As docs/howto/convert.md has it."""
-    page = (EXAMPLES.parents[1] / "docs/howto/convert.md").read_text()
-    for name in ("ddp", "fsdp2", "lightning_ddp", "trainer"):
+    page = PAGE.read_text()
+    for name in ("ddp", "hydra_ddp", "fsdp2", "lightning_ddp", "trainer"):
         argv = ["git", "diff", "--no-index", "--numstat", f"before/{name}.py", f"after/{name}.py"]
         diff = subprocess.run(argv, cwd=EXAMPLES, capture_output=True, text=True, check=False)
         added, removed, _ = diff.stdout.split(maxsplit=2)
-        row = next(line for line in page.splitlines() if f"{name}.py" in line)
+        row = next(line for line in page.splitlines() if f"{name}.py]" in line and "|" in line)
         assert f"| {added} | {removed} |" in row, (name, textwrap.shorten(row, 80))
+
+
+def test_the_changes_of_the_page_are_those_of_the_examples():
+    """Whole: what the page shows is what the tests above run."""
+    shown = blocks(PAGE.read_text(), "diff")
+    for name, change in zip(("ddp.py", "hydra_ddp.py"), shown, strict=True):
+        for folder, other in (("before", "+"), ("after", "-")):
+            lines = (line for line in change.splitlines(keepends=True) if line[0] != other)
+            text = "".join(line[1:] or line for line in lines)
+            assert text == (EXAMPLES / folder / name).read_text(), (folder, name)

@@ -66,6 +66,15 @@ RUN: dict[tuple[str, int], tuple[str, dict[str, str]]] = {
     ),
     ("howto/checkpoints.md", 1): ("", {}),
     ("howto/checkpoints.md", 2): ("save_my_way = print", {}),
+    ("howto/convert.md", 1): (
+        "from pathlib import Path\nimport torch.distributed as dist",
+        {"dist.barrier()": "dist.barrier()\n\ndownload = Path.mkdir\nfetch(Path('data'))"},
+    ),
+    ("howto/convert.md", 2): (
+        "import torch.distributed as dist",
+        {"/ len(held_out)": "/ len(held_out)\n\naccuracy_of(net, data, 'cpu')"},
+    ),
+    ("howto/convert.md", 3): ("", {}),
     ("howto/fault-tolerance.md", 1): (
         "sgd, loss_of = optimizer, cross_entropy\nstate = {'net': net, 'sgd': sgd}\n"
         "save = lambda: {name: part.state_dict() for name, part in state.items()}\n"
@@ -357,7 +366,10 @@ OUTPUT = {
         *("docs/reference/cli.md", "docs/howto/streams.md", "docs/howto/cluster-admins.md"),
         "docs/tutorial/6-week.md",
     ),
-    "diff": ("README.md", "docs/howto/huggingface.md", "docs/howto/lightning.md"),
+    "diff": (
+        *("README.md", "docs/howto/convert.md"),
+        *("docs/howto/huggingface.md", "docs/howto/lightning.md"),
+    ),
 }
 """Pages that may have blocks of other languages: generated, drawn, output, or changes."""
 

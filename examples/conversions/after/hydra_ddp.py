@@ -1,0 +1,73 @@
+"""Train on handwritten digits: Hydra, mixed precision, an averaged model, the best one."""
+
+import os
+import time
+from pathlib import Path
+
+import hydra
+import torch
+import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hpc_elastic import Checkpointer, ElasticSampler, report
+
+
+@hydra.main(version_base=None, config_path=".", config_name="hydra_ddp")
+def main(cfg: DictConfig) -> float:
+    has_gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if has_gpu else "gloo")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if has_gpu else torch.device("cpu")
+    torch.manual_seed(cfg.seed)
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images / 16).float(), torch.tensor(labels)
+    data, held_out = TensorDataset(x[:1536], y[:1536]), (x[1536:].to(device), y[1536:].to(device))
+    layers = nn.Linear(64, 128), nn.ReLU(), nn.Dropout(cfg.dropout), nn.Linear(128, 10)
+    net = nn.Sequential(*layers).to(device)
+    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=cfg.lr)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, cfg.epochs)
+    scaler = torch.amp.GradScaler(device.type)
+    sampler = ElasticSampler(data, cfg.batch_size, seed=cfg.seed)
+    loader = DataLoader(data, batch_sampler=sampler)
+    best_file, best = Path(HydraConfig.get().runtime.output_dir, "best.pt"), {"accuracy": 0.0}
+    state = {"net": net, "average": average, "optimizer": optimizer, "scheduler": scheduler}
+    checkpointer = Checkpointer({**state, "scaler": scaler, "best": best, "sampler": sampler})
+    checkpointer.load_latest()
+    model = sampler.scale_gradients(DistributedDataParallel(net))
+    for _ in sampler.epochs(cfg.epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            with torch.autocast(device.type):
+                loss = cross_entropy(model(x.to(device)), y.to(device))
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            average.update_parameters(net)
+            time.sleep(cfg.pause_s)
+            report(step=sampler.step, loss=loss, total_steps=sampler.total_steps)
+            checkpointer.save_if_due(sampler.step)
+        scheduler.step()
+        average.eval()
+        with torch.no_grad():
+            accuracy = (average(held_out[0]).argmax(1) == held_out[1]).float().mean().item()
+        if accuracy > best["accuracy"]:
+            best["accuracy"] = accuracy
+            if dist.get_rank() == 0:
+                torch.save(average.module.state_dict(), written := best_file.with_suffix(".new"))
+                written.replace(best_file)
+    checkpointer.save(sampler.step)
+    dist.destroy_process_group()
+    return best["accuracy"]
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
@@ -46,7 +47,7 @@ What it shows:
   next node   when Slurm expects to start the next waiting task, or a gap begins in which one with
               launcher.time_min fits; or why that is unknown
   slow        ranks whose own part of a step takes over 1.3 times that of the median
-  so far      restarts that failures of workers have spent, and how nodes have left
+  restarts    restarts that failures of workers have spent, and how nodes have left
   goodput     the share of new training steps in the time of all nodes
   node time   what it was spent on:
 {kinds}
@@ -86,7 +87,8 @@ def status_command(run: Path, watch: bool, every_s: float, as_json: bool) -> int
 
     The command reads the run directory, and queries Slurm once; it works on every node that has the
     directory, also after the end of the run. The exit code is 1 if RUN is no run; with --watch also
-    if the run has not succeeded.
+    if the run has not succeeded. `hpc-elastic wait` prints one line at a time instead, for all runs
+    of a sweep.
     """
     gap, follower = NextGap(), RunFollower([run], list_s=LIST_SHOWN_S)
 
@@ -176,13 +178,13 @@ _DEPARTURES = {
     "preempted": ("preemption", None), "time_limit": ("time limit", None),
     "requeued": ("task requeued", "tasks requeued"),
     "cancelled": ("task cancelled", "tasks cancelled"), "node_lost": ("node lost", "nodes lost"),
-    "silence": ("node lost without a report", "nodes lost without a report"),
+    "silence": ("node lost", "nodes lost"),
     "asked": ("node left on request", "nodes left on request"),
     "nodes_requeued": ("node requeued by the run", "nodes requeued by the run"),
     "agent_failed": ("agent failed", "agents failed"),
     "signal": ("task terminated", "tasks terminated"),
 }  # fmt: skip
-_LAST = {"end": "until the end", "node_lost": "lost", "silence": "lost without a report"}
+_LAST = {"end": "finished", "node_lost": "lost", "silence": "lost"}
 """How the last attempt ended of a task that the scheduler does not list any more."""
 _MOST_TASKS = 40
 _MOST_SLOW = 4
@@ -268,17 +270,18 @@ def _rows(details: RunDetails, width: int) -> Iterator[tuple[str, RenderableType
     for warning in view.warnings:
         yield "warning", Text(warning, "yellow")
     restarts, allowed = view.restarts
-    parts = [f"{restarts} of {counted(allowed, 'restart')} spent"]
-    for why, (one, many) in _DEPARTURES.items():
-        if details.departures.get(why):
-            parts.append(counted(details.departures[why], one, many))
+    parts = [f"{restarts} of {allowed} spent"]
+    departures = Counter[tuple[str, str | None]]()
+    for why, words in _DEPARTURES.items():
+        departures[words] += details.departures.get(why, 0)
+    parts += [counted(num, *words) for words, num in departures.items() if num]
     if len(parts) > 1 or restarts or status is not None:
-        yield "so far", Text(" · ".join(parts))
+        yield "restarts", Text(" · ".join(parts))
     if spent.goodput is not None:
         text = Text().append(f"{spent.goodput:.1%}", style="bold")
         text.append(f" of {node_time(spent.node_s)}")
         if spent.queue_s >= _WORTH_SHOWING_S:
-            text.append(f"; {node_time(spent.queue_s)} in the queue besides", style="dim")
+            text.append(f" (plus {node_time(spent.queue_s)} queued)", style="dim")
         yield "goodput", text
     elif spent.node_s:
         yield "goodput", Text("unknown: no step was reported yet", style="dim")
@@ -548,7 +551,7 @@ def _print_runs(runs: Sequence[Listed], *, cut: bool) -> None:
         )
     out.print(table)
     if cut:
-        out.print(f"the newest {len(runs)}; --all lists all, --limit N the newest N", style="dim")
+        out.print(f"showing the newest {len(runs)} (--all for every run)", style="dim")
 
 
 # ---- times and numbers (pure)

@@ -126,10 +126,10 @@ class LauncherSettings:
     """With ``scale_up=checkpoint``: a script that announces no checkpoints is interrupted when a
     node has waited this long."""
     min_efficiency: Annotated[float | None, "share"] = None
-    """From 0 to 1: a run grows while a further node adds at least this part of a node's share of
-    the throughput, by its measured step times; ``0.5`` is usual. Beyond that its pending tasks stay
-    away from the queue. null: it grows up to its max nodes. A step has to do the same work on any
-    number of nodes."""
+    """From 0 to 1; ``0.5`` is usual. A run stops growing when one more node would add less than
+    this number x (throughput / nodes), by its measured step times. Beyond that its pending tasks
+    stay away from the queue. null: it grows up to its max nodes. A step has to do the same work on
+    any number of nodes."""
     below_min_timeout_s: Annotated[float | None, "span"] = 300.0
     """Below min nodes, a node waits this long for others and then returns to the queue, up to five
     times as long if the run has returned its nodes before; null waits for as long as the job may
@@ -166,14 +166,15 @@ class LauncherSettings:
     """Network interface of agents, gloo and NCCL, such as ``ib0``; null finds one, and NCCL has it
     only where neither the site's nccl.conf nor an InfiniBand or RoCE adapter decides."""
     wait: bool = True
-    """Block until the runs have ended; false returns once they are submitted."""
+    """Block until the runs have ended; false returns once they are submitted. `hpc-elastic wait`
+    waits for them later, and `hpc-elastic status --watch` shows one."""
     queue_order: Literal["breadth_first", "depth_first"] = "breadth_first"
     """Order of a sweep in the queue: the min nodes of every run in turn and then further nodes
     (``breadth_first``), or all nodes of one run after the other (``depth_first``)."""
     sweep_growth: Literal["equal", "soonest"] = "equal"
     """Which of the user's runs on Slurm get further nodes: all in turn (``equal``), or those that
-    gain most from them, and that end first (``soonest``): the runs end sooner in the mean, and the
-    longest one later."""
+    gain most from them, and that end first (``soonest``): runs finish sooner on average; the
+    longest finishes later."""
     code_snapshot: bool = False
     """Run from a copy of the code, made at the submission."""
     dry_run: bool = False
@@ -213,7 +214,7 @@ class PoolSettings:
     time: Annotated[str | None, "time"] = None
     """Wall time of one task."""
     time_min: Annotated[str | None, "time"] = None
-    """The least wall time for which a task starts."""
+    """Minimum wall time of a task."""
     harvest: Literal["off", "auto", "ladder"] | None = None
     """How its tasks fill gaps between other jobs."""
     throughput: Annotated[float, "throughput"] = 1.0
@@ -241,9 +242,9 @@ class SlurmSettings(LauncherSettings):
     time: Annotated[str | None, "time"] = None
     """Wall time of one task: minutes, ``'MM:SS'``, ``'HH:MM:SS'`` or ``'D-HH:MM:SS'``."""
     time_min: Annotated[str | None, "time"] = None
-    """The least wall time for which a task starts, such as ``10``: between other jobs a task starts
-    with as much of ``time`` as is left there, and returns to the queue at its end. null: with all
-    of ``time`` only."""
+    """Minimum wall time, such as ``10``: in a gap between other jobs a task may start with less
+    than ``time``, but at least this much, and returns to the queue at its end. null: a task starts
+    only with all of ``time``."""
     harvest: Literal["off", "auto", "ladder"] = "off"
     """How tasks start in gaps between other jobs. ``auto``: by what the site offers, a preemptible
     QOS with NoReserve, if ``qos`` is not given, else ``time_min`` (5 minutes if not given).

@@ -139,9 +139,15 @@ def _summary(findings: Sequence[Finding]) -> RenderableType:
     numbers = {v: sum(f.verdict is v for f in findings) for v in Verdict}
     if not bad:
         return Text(f"All is well: {counted(len(findings), 'check')}.", style="bold green")
-    words = {Verdict.FAIL: "failed", Verdict.WARN: "to look at", Verdict.UNKNOWN: "not known"}
-    parts = [f"{numbers[v]} {word}" for v, word in words.items() if numbers[v]]
-    head = Text(f"{', '.join(parts)}, {numbers[Verdict.OK]} well", style="bold")
+    parts = [f"{numbers[Verdict.OK]} passed"]
+    for verdict, one, many in (
+        (Verdict.FAIL, "failed", "failed"),
+        (Verdict.WARN, "warning", "warnings"),
+        (Verdict.UNKNOWN, "unknown", "unknown"),
+    ):
+        if numbers[verdict]:
+            parts.append(counted(numbers[verdict], one, many))
+    head = Text(", ".join(parts), style="bold")
     return Group(head, *map(_advice, sorted(bad, key=lambda f: _ORDER.index(f.verdict))))
 
 

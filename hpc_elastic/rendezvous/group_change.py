@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from hpc_elastic._util import ThroughputMeter
+from hpc_elastic._util import ThroughputMeter, counted
 from hpc_elastic.rendezvous.effects import Effect, Note, Postpone, Send
 from hpc_elastic.rendezvous.log_entry import Agent, RoundRules
 from hpc_elastic.rendezvous.messages import CheckpointRequested
@@ -414,8 +414,8 @@ def should_scale_up(
     saved = end * len(staying) / (members + len(staying))
     until = " until nodes leave again" if end == outlook.round_s else ""
     why = (
-        f"{len(staying)} more nodes save about {saved:.0f} s of {end:.0f} s{until}, "
-        f"a restart costs {cost:.1f} s"
+        f"{counted(len(staying), 'more node')} would save about {saved:.0f} s of {end:.0f} s"
+        f"{until}, a restart costs {cost:.1f} s"
     )
     return ScaleUpDecision(len(staying) if saved > cost else 0, why)
 

@@ -36,6 +36,7 @@ class TaskAttempt:
         begin: Start of its process; None if it has written no event of its start.
         joined: When it first asked to join a round; None if it never did.
         notice: The preemption notice; that of its agent, if there is one.
+        preempted_by: The user who preempted its node by a command; empty if none did.
         ends: Events of its end, its own and those of leaders, by kind, in order of time. A leader
             that lost its own connections reports members of later rounds as lost.
         lost_at: When it was reported lost, if nothing shows that it came back; else None.
@@ -51,6 +52,7 @@ class TaskAttempt:
     joined: float | None = None
     last: float = -math.inf
     notice: Event | None = None
+    preempted_by: str = ""
     ends: dict[str, list[Event]] = field(default_factory=lambda: defaultdict(list))
     lost_at: float | None = None
     stopped: dict[int, Event] = field(default_factory=dict)
@@ -144,7 +146,10 @@ class EventIndex:
         self._by_kind: dict[str, list[Event]] = defaultdict(list)
         for event in self.events:
             self._by_kind[event["kind"]].append(event)
-            if "attempt" in event:
+            if event["kind"] == "preempt":
+                if of_task := self._attempts[event["node_task"]]:
+                    of_task[next(reversed(of_task))].preempted_by = str(event["user"])
+            elif "attempt" in event:
                 self.attempt(event["task"], int(event["attempt"])).add(event)
             elif of_task := self._attempts[event["task"]]:
                 of_task[next(reversed(of_task))].add(event)

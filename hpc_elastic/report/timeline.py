@@ -546,7 +546,8 @@ def _why_left(
         how, reason = exited.get("how"), str(notice["reason"])
         return Cause(
             str(exited.get("means") or "signalled") if reason == "signal" else reason,
-            time_of(notice), where, str(exited.get("node") or ""),
+            time_of(notice), where,
+            attempt.preempted_by if reason == "asked" else str(exited.get("node") or ""),
             signal=notice.get("signal"), given_s=notice.get("given_s"),
             comes_back=None if how in (None, "stay") else how in ("requeue", "requeued", "replace"),
         )  # fmt: skip

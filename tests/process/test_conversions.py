@@ -301,7 +301,7 @@ def test_a_module_and_a_script_of_shell_run(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--nodes", "2"], "behind `--`"),
+        (["--nodes", "2"], "after `--`"),
         (["--nodes", "--", "python", "x.py"], "--KEY VALUE"),
         (["--nodez", "2", "--", "python", __file__], "nodes"),
         (["--nodes", "0", "--", "python", __file__], "nodes"),

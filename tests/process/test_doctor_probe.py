@@ -413,7 +413,7 @@ def test_the_table_says_what_to_do_and_failures_come_first(width):
     text = console.file.getvalue()
     assert max(len(line.rstrip()) for line in text.splitlines()) <= min(width, 120)
     assert text.index("Login node") < text.index("Network")
-    _, _, summary = text.partition("1 failed, 1 to look at, 1 well")
+    _, _, summary = text.partition("1 passed, 1 failed, 1 warning")
     assert summary.index("network.reach") < summary.index("slurm.grace")
     assert "do launcher.interface" in " ".join(summary.split())
     assert "--probe" in summary

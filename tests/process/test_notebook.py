@@ -71,4 +71,4 @@ def test_outside_a_notebook_the_error_names_what_to_use(going):
     assert done.returncode == 1 and "hpc-elastic status --watch" in done.stderr
     run = Run(going)
     shutil.rmtree(going)
-    assert "is no run directory" in run._repr_html_()
+    assert "is not a run directory" in run._repr_html_()

@@ -293,7 +293,7 @@ def test_a_run_that_failed_shows_why(tmp_path):
     ended = details.view.ended
     assert ended is not None and (ended.status, ended.why) == ("failed", why)
     text = shown(details)
-    assert why in text and "/runs/7/rank-3.err" in text and "3 of 3 restarts" in text
+    assert why in text and "/runs/7/rank-3.err" in text and "3 of 3 spent" in text
     assert details.account.node_s == pytest.approx(140, abs=1), "it does not go on after its end"
 
 
@@ -342,7 +342,7 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     with pytest.raises(RunDirectoryError, match="hpc-elastic list"):
         read_details(read_view(tmp_path))
     assert main(["status", str(tmp_path)]) == 1
-    assert "is no run directory" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err
 
 
 def test_a_list_asks_once_for_all_that_go_on(tmp_path):

@@ -64,7 +64,7 @@ def test_nodes_that_leave_soon_do_not_count_for_the_others():
     outlook = Forecast(remaining_s=1000.0, restart_cost_s=10.0)
     decision = should_scale_up(1, [None, 5.0], outlook)
     assert decision.admit == 1
-    assert "1 more nodes save about 500 s of 1000 s, a restart costs 10.0 s" in decision.why
+    assert "1 more node would save about 500 s of 1000 s, a restart costs 10.0 s" in decision.why
 
 
 @pytest.mark.parametrize(("round_s", "admit"), [(21.0, 1), (19.0, 0), (None, 1)])
@@ -229,7 +229,9 @@ def test_the_decision_is_logged_with_its_reason():
     """The waiting tasks, when they are admitted, and why."""
     (note,) = notes(growing(scale_up="checkpoint").join(C, 1.0), "scale_up_decision")
     assert note.fields["waiting"] == [C.task] and note.fields["admit"] == "checkpoint"
-    assert "1 more nodes save about 33 s of 100 s, a restart costs 10.0 s" in note.fields["why"]
+    assert (
+        "1 more node would save about 33 s of 100 s, a restart costs 10.0 s" in note.fields["why"]
+    )
 
 
 def test_the_decision_is_logged_again_only_when_it_changes():

@@ -404,6 +404,9 @@ def wait_command(
     The exit code is 1 if a run has failed, was cancelled, or its tasks ended without a result; with
     --until also if a run ends before it is in this state. Of a sweep, all runs are waited for, with
     --until only the one that is named.
+
+    A launcher does the same by itself, unless launcher.wait=false. `hpc-elastic status --watch`
+    shows all of one run.
     """
     from hpc_elastic.launcher import wait as launcher_wait
     from hpc_elastic.launcher.progress import console_for

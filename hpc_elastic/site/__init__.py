@@ -1,8 +1,8 @@
 """The cluster as a run sees it: which nodes come when, and which of the user's runs gets them.
 
 - `nodes`     the state of a node: idle, planned, busy, drained or lost
-- `gaps`      when nodes are free: forecast, holes between other jobs, the next gap of a run
-- `limits`    time limits of waiting tasks, fitted to the holes
+- `gaps`      when nodes are free: forecast, gaps between other jobs, the next gap of a run
+- `limits`    time limits of waiting tasks, fitted to the gaps
 - `siblings`  the order of a user's runs at the nodes
 - `value`     what a further node is worth to a run, and to the runs of a sweep
 - `harvest`   how a site lets tasks start in gaps (``launcher.harvest``)

@@ -134,13 +134,13 @@ def ahead_of(jobs: Iterable[QueuedJob], own: Iterable[str]) -> list[QueuedJob]:
     ]
 
 
-def hole_ends(
+def gap_ends(
     nodes: Iterable[str], waiting: Iterable[QueuedJob], own: Iterable[str]
 ) -> dict[str, float]:
     """Return when each node is needed by another job that waits; infinite if never (Unix seconds).
 
     Backfill plans in steps of a minute (bf_resolution), and rounds down. The run's own jobs end no
-    hole (``own``: their ids).
+    gap (``own``: their ids).
     """
     ends = dict.fromkeys(nodes, math.inf)
     for job in ahead_of(waiting, own):

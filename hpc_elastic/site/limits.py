@@ -1,4 +1,4 @@
-"""Time limits of waiting tasks, fitted to the holes that other jobs leave (``launcher.time_min``).
+"""Time limits of waiting tasks, fitted to the gaps that other jobs leave (``launcher.time_min``).
 
 Backfill starts a task between other jobs only if its whole time limit fits there. On a busy cluster
 most idle nodes are needed again within minutes, so a task with a limit of an hour does not get
@@ -11,18 +11,18 @@ keeps that limit after each requeue. So the run sets the limits itself:
 - Every user may read which nodes are idle, where and when the scheduler plans to start other jobs,
   and which nodes are reserved, unless the site hides it (PrivateData).
 
-At each check the first waiting tasks get the lengths of the holes, the longest first, since Slurm
+At each check the first waiting tasks get the lengths of the gaps, the longest first, since Slurm
 tries tasks in the same order. The next ones get limits of `LADDER_S` that would fit on the busy
 nodes, if these became free now: most jobs end before their limit, and whatever fits at that moment
 starts, long before the next check. The others get the full limit. A task that returns to the queue
 gets the full limit with the time of its next start (`requeue`).
 
-A hole may be shorter than it seems, because the job that is to start there is hidden. So a node
+A gap may be shorter than it seems, because the job that is to start there is hidden. So a node
 that remains idle is offered shorter limits, one rung of `LADDER_S` after the other, and then the
 longest one again.
 
-Without a process of the run that watches the queue, nothing would fit the limits to holes that come
-later. Then the waiting tasks get limits from the ladder, so that one of them fits into any hole;
+Without a process of the run that watches the queue, nothing would fit the limits to gaps that come
+later. Then the waiting tasks get limits from `LADDER_S`, so that one of them fits into any gap;
 the run's leader is back as soon as it has started. With ``launcher.harvest=ladder`` the limits are
 always these.
 
@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from hpc_elastic.config.schema import SlurmSettings
 from hpc_elastic.run.directory import Pool, RunSpec
 from hpc_elastic.run.task_name import index_of, job_of, queue_name
-from hpc_elastic.site.gaps import hole_ends
+from hpc_elastic.site.gaps import gap_ends
 from hpc_elastic.site.nodes import NodeState
 from hpc_elastic.slurm import parsing
 from hpc_elastic.slurm.client import SlurmClient
@@ -67,7 +67,7 @@ class LimitFitter:
 
     Attributes:
         time_min_s: The least limit with which a task is worth its start.
-        pass_s: Seconds until the next pass of backfill (bf_interval): the hole is shorter then. A
+        pass_s: Seconds until the next pass of backfill (bf_interval): the gap is shorter then. A
             node that is idle for two passes, although a task fits there, is offered a shorter
             limit.
     """
@@ -81,18 +81,18 @@ class LimitFitter:
     def limits(
         self,
         waiting: Sequence[str],
-        holes: Mapping[str, float],
+        gaps: Mapping[str, float],
         later: Iterable[float] = (),
         *,
         is_watched: bool = True,
     ) -> dict[str, float]:
         """Return the time limit of each waiting task, in seconds.
 
-        ``waiting`` is in the order in which Slurm tries the tasks. ``holes`` has the seconds for
+        ``waiting`` is in the order in which Slurm tries the tasks. ``gaps`` has the seconds for
         which each idle node is idle, ``later`` those for which each busy node would be if it became
         free now. Unless ``is_watched``, no task runs, so that there are no further checks.
         """
-        offers = {node: self._offer(node, length) for node, length in holes.items()}
+        offers = {node: self._offer(node, length) for node, length in gaps.items()}
         fitting = [node for node, (limit_s, _) in offers.items() if limit_s >= self.time_min_s]
         fitting.sort(key=offers.__getitem__, reverse=True)
         placed = dict(zip(waiting[:_MOST], fitting, strict=False))
@@ -121,7 +121,7 @@ class LimitFitter:
         return min(limit_s, shorter[0]) if shorter else limit_s, 1
 
     def _rungs_below(self, limit_s: float) -> list[float]:
-        """Return the limits of the ladder that are shorter, the least one included."""
+        """Return the limits of `LADDER_S` that are shorter, the least one included."""
         rungs = [rung for rung in LADDER_S if self.time_min_s < rung < limit_s]
         return [*rungs, self.time_min_s] if limit_s > self.time_min_s else rungs
 
@@ -187,7 +187,7 @@ class TimeSlots:
                 if is_running and not self._leads:
                     continue
                 for state in states[pool.slots.start : pool.slots.stop]:
-                    # a co-allocated job, which has no index, is never in a hole
+                    # a co-allocated job, which has no index, is never in a gap
                     if state and state.phase is Phase.PENDING and index_of(state.task) is not None:
                         waiting.append(state)
             if not waiting:
@@ -197,15 +197,15 @@ class TimeSlots:
             if self._is_ladder:
                 limits = self._fitter.limits(tasks, {}, is_watched=False)
             else:
-                holes, later = self._holes(jobs, set(map(job_of, tasks)))
-                limits = self._fitter.limits(tasks, holes, later, is_watched=is_watched)
+                gaps, later = self._gaps(jobs, set(map(job_of, tasks)))
+                limits = self._fitter.limits(tasks, gaps, later, is_watched=is_watched)
             self._set(waiting, limits)
             return True
 
-    def _holes(
+    def _gaps(
         self, own: Iterable[str], waiting: Collection[str]
     ) -> tuple[dict[str, float], list[float]]:
-        """Return the lengths of holes on idle nodes, and of those that busy nodes would have.
+        """Return the lengths of gaps on idle nodes, and of those that busy nodes would have.
 
         The plans of other jobs change with the passes of backfill. Without an idle node they are
         listed as often, and at most every other check.
@@ -221,12 +221,12 @@ class TimeSlots:
             queue = self._client.queue(only_waiting=True)
             moved = {name for job in queue if job.job in waiting for name in job.partitions}
             self._partition = ",".join(sorted(moved)) or self._partition
-            self._ends = hole_ends(nodes, queue, own)
+            self._ends = gap_ends(nodes, queue, own)
             self._next_plan = time.monotonic() + max(self._fitter.pass_s, 2 * CHECK_S)
         now = time.time()
         lengths = {node: end - now for node, end in self._ends.items() if node in nodes}
-        holes = {node: length_s for node, length_s in lengths.items() if node in idle}
-        return holes, [length_s for node, length_s in lengths.items() if node not in idle]
+        gaps = {node: length_s for node, length_s in lengths.items() if node in idle}
+        return gaps, [length_s for node, length_s in lengths.items() if node not in idle]
 
     def _set(self, waiting: Iterable[TaskState], limits: Mapping[str, float]) -> None:
         changed: dict[float, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Time limits of waiting tasks: lengths of holes, and which limit is tried where."""
+"""Time limits of waiting tasks: lengths of gaps, and which limit is tried where."""
 
 from math import inf
 
@@ -6,7 +6,7 @@ import pytest
 
 from hpc_elastic.run.directory import Entry
 from hpc_elastic.site import limits as time_slots
-from hpc_elastic.site.gaps import hole_ends
+from hpc_elastic.site.gaps import gap_ends
 from hpc_elastic.site.limits import LADDER_S, LimitFitter, TimeSlots
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.parsing import RESERVED, QueuedJob
@@ -42,7 +42,7 @@ def test_a_hole_ends_where_another_job_is_to_start():
         planned(("n2",), 300.0),
         planned((), None, "8", "gpu", 9),
     ]
-    found = hole_ends(["n1", "n2", "n3"], jobs, ["9"])
+    found = gap_ends(["n1", "n2", "n3"], jobs, ["9"])
     assert found == {"n1": NOW + 900, "n2": NOW + 300, "n3": inf}
 
 
@@ -56,13 +56,13 @@ def test_a_job_behind_the_run_in_the_same_queue_ends_no_hole(partition, priority
         planned(("n1",), 30.0, "9", "gpu", 5),
         planned(("n1",), 60.0, "7", partition, priority),
     ]
-    assert hole_ends(["n1"], jobs, ["9"]) == {"n1": NOW + length_s}
+    assert gap_ends(["n1"], jobs, ["9"]) == {"n1": NOW + length_s}
 
 
-def test_the_first_tasks_get_the_longest_holes(fitter):
+def test_the_first_tasks_get_the_longest_gaps(fitter):
     """In whole minutes, with time for the next pass of backfill; the others get the full limit."""
-    holes = {"n1": 630.0, "n2": inf, "n3": 1200.0, "n4": 269.0}
-    limits = fitter.limits(list("abcd"), holes)
+    gaps = {"n1": 630.0, "n2": inf, "n3": 1200.0, "n4": 269.0}
+    limits = fitter.limits(list("abcd"), gaps)
     assert minutes(limits) == {"a": 60, "b": 19, "c": 10, "d": 60}, "n4 is too short"
 
 
@@ -78,19 +78,19 @@ def test_a_node_that_remains_idle_is_tried_with_shorter_limits(fitter):
     tried = [fitter.limits(["a"], {"n1": inf})["a"] / 60 for _ in range(60)]
     assert list(dict.fromkeys(tried)) == [60, 56, 34, 22, 14, 8, 6, 4]
     assert tried.count(60) > tried.count(4), "it begins again"
-    assert minutes(fitter.limits(["a"], {"n2": inf})) == {"a": 60}, "another node is another hole"
+    assert minutes(fitter.limits(["a"], {"n2": inf})) == {"a": 60}, "another node is another gap"
 
 
 @pytest.mark.parametrize(("pass_s", "limit", "checks"), [(10, 10, 2), (30, 10, 4), (120, 8, 16)])
 def test_a_pass_of_backfill_is_as_long_as_the_site_says(pass_s, limit, checks):
-    """A hole ends sooner by a pass; a shorter limit is tried after two."""
+    """A gap ends sooner by a pass; a shorter limit is tried after two."""
     fitter = LimitFitter(FULL_S, 240.0, pass_s)
     tried = [fitter.limits(["a"], {"n1": 630.0})["a"] / 60 for _ in range(checks + 1)]
     assert tried[:-1] == [limit] * checks and tried[-1] < limit
 
 
 def test_nobody_watches_tasks_of_a_run_that_has_no_node(fitter):
-    """One of them fits into any hole; those that fit into one already are not touched."""
+    """One of them fits into any gap; those that fit into one already are not touched."""
     limits = minutes(fitter.limits(list("abcdefghi"), {"n1": inf}, is_watched=False))
     assert list(limits.values()) == [60, 60, 56, 34, 22, 14, 8, 6, 4]
     assert minutes(fitter.limits(["a", "b"], {}, is_watched=False)) == {"a": 22, "b": 4}
@@ -139,7 +139,7 @@ class Queue:
     ("is_ladder", "idle"), [(False, "planned"), (False, "idle~"), (True, "planned")]
 )
 def test_a_ladder_does_not_look_at_other_jobs(monkeypatch, is_ladder, idle):
-    """Its limits are spread over the lengths, although a leader watches; else a hole is filled."""
+    """Its limits are spread over the lengths, although a leader watches; else a gap is filled."""
     monkeypatch.setattr(time_slots, "jobs_of", lambda spec: ["7"])
     monkeypatch.setattr(time_slots.time, "time", lambda: NOW)
     monkeypatch.setattr(time_slots, "current_names", lambda spec: ["7_0", "7_1", "7_2"])
@@ -181,7 +181,7 @@ def test_the_next_tasks_fit_where_a_job_may_end_early(fitter):
 
 
 def test_plans_are_listed_once_a_pass_while_no_node_is_idle(monkeypatch):
-    """Between two lists the holes of busy nodes become shorter."""
+    """Between two lists the gaps of busy nodes become shorter."""
     monkeypatch.setattr(time_slots, "jobs_of", lambda spec: ["7"])
     monkeypatch.setattr(time_slots, "current_names", lambda spec: ["7_0", "7_1", "7_2"])
     times = {"time": NOW, "monotonic": 5000.0}

@@ -236,10 +236,10 @@ files in order of time, and `--json` prints the sentences as objects (at the end
 This is version {version} of the schema. A new kind or field does not change the version; one that
 is removed or changes its meaning does. Readers should ignore unknown kinds and fields.
 
-Types: `texts` is a list of text; `members` a list of objects with `task`, `attempt` (how often the
-task was requeued), `slot` (the node's place in the run), `host` and `nproc` (number of workers);
-`ranks` a list of objects with `rank`, `host`, `task`, `state`, `at` and `stack`. An optional field
-may be absent or null.
+Types: `texts` is a list of text. `members` is a list of objects with `task`, `attempt` (how often
+the task was requeued), `slot` (the node's place in the run), `host` and `nproc` (number of
+workers). `ranks` is a list of objects with `rank`, `host`, `task`, `state`, `at` and `stack`. An
+optional field may be absent or null.
 
 <!-- Written by `python docs/generate.py` from hpc_elastic/run/event_schema.py. -->
 

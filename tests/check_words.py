@@ -1,7 +1,8 @@
 """The loop of `scripts/check` over words: what no reader of one file has to look for.
 
 A function's name contains its object, and a few words that have one plain replacement do not occur.
-Whether a text is good is for its reader to judge (CONTRIBUTING.md).
+A sentence of the documentation has at most `MOST_WORDS`. Whether a text is good is for its reader
+to judge (CONTRIBUTING.md).
 """
 
 import ast
@@ -21,6 +22,17 @@ VERBS_WITHOUT_OBJECT = re.compile(
 REPLACED = re.compile(
     r"\b(can not|whom|whoever|of which|so many|but for|in vain|nobody|he|him|his)\b", re.IGNORECASE
 )
+
+MOST_WORDS = 30
+"""Of a sentence; about 20 read well."""
+COUNTED = re.compile(
+    r"docs/(architecture|explanation/(?!peers)|howto/(?!full-clusters)|reference/glossary)"
+)
+"""The pages whose sentences are counted."""
+NO_SENTENCE = re.compile(
+    r"```.*?```|^ {4}.*?$|^[|#<!].*?$|^\s*[-*] \*\*.*?\*\*|^\*\*.*?\*\*", re.DOTALL | re.MULTILINE
+)
+"""Code, tables, titles, pictures, and the bold words that begin an item as its title."""
 
 
 def functions_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -61,12 +73,26 @@ def of_page(path: Path) -> Iterator[tuple[int, str]]:
         yield text.count("\n", 0, match.start()) + 1, match.group()
 
 
+def long_sentences(path: Path) -> Iterator[tuple[int, str]]:
+    """The sentences of a page that have too many words, by line; code and links count as a word."""
+    text = NO_SENTENCE.sub(lambda m: "\0" + "\n" * m[0].count("\n"), path.read_text())
+    text = re.sub(r"`[^`\n]*`", "code", re.sub(r"\]\([^)]*\)", "]", text))
+    end = r"\0|[.!?][)\"*]*\s|\n\s*(?:[-*]|\d+\.)\s|\n\s*\n"
+    line = 1
+    for sentence in re.split(f"({end})", text):
+        if (number := len(re.findall(r"\S*\w\S*", sentence))) > MOST_WORDS:
+            yield line, f"{number} words: {' '.join(sentence.split())[:60]}..."
+        line += sentence.count("\n")
+
+
 def main() -> int:
     """Print all that is found; return the exit code."""
     modules = [p for folder in CODE for p in sorted((ROOT / folder).rglob("*.py"))]
     pages = [p for p in PAGES if p.name != "CONTRIBUTING.md"]  # it names the words
     found = [(path, *f) for path in modules for f in of_module(path)]
     found += [(path, *f) for path in pages for f in of_page(path)]
+    counted = [p for p in pages if COUNTED.match(str(p.relative_to(ROOT)))]
+    found += [(path, *f) for path in counted for f in long_sentences(path)]
     for path, number, word in found:
         print(f"{path.relative_to(ROOT)}:{number}: {word}")
     return bool(found)

@@ -1,4 +1,4 @@
-"""Judge each new checkpoint of a run of train.py while it trains, on a node of its own.
+"""Evaluate each new checkpoint of a run of train.py while it trains, on a node of its own.
 
     python train.py -m launcher=slurm nodes=1:8 hydra.sweep.dir=runs/digits
     python examples/beside/evaluate.py -m launcher=slurm run=runs/digits/0

@@ -51,9 +51,9 @@ def follow_checkpoints(
 ) -> Iterator[int]:
     """Fill a state from each new checkpoint of another run, and yield its step.
 
-    For work beside a training, such as an evaluation: it takes no part in that run, and changes
-    nothing of it. A checkpoint that a newer one overtakes is left out. The iteration ends when the
-    run has its result, with its last checkpoint. Every rank calls it; collective.
+    For an evaluation alongside a training, or rollouts: it takes no part in that run, and changes
+    nothing of it. It skips a checkpoint that a newer one has superseded. The iteration ends when
+    the run has its result, with its last checkpoint. Every rank calls it; collective.
 
     Args:
         state: What to fill, under the keys that the run's `Checkpointer` has; it may lack some,

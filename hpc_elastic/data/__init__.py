@@ -24,8 +24,8 @@ With gradient accumulation, or a fault-tolerant manager:
 `epoch_plan` shuffles without a list of indices, `ledger` records the samples of each rank, and
 `audit` proves from it that no sample was left out or used twice.
 
-`ElasticStream` does the same for sharded data that is read forwards: files, ranges, generators. It
-is used like the sampler, with ``DataLoader(stream.dataset, batch_sampler=stream)``.
+`ElasticStream` does the same for sharded data that can only be read sequentially: files, ranges,
+generators. It is used like the sampler, with ``DataLoader(stream.dataset, batch_sampler=stream)``.
 
 The package imports NumPy, but not torch.
 """

@@ -107,10 +107,10 @@ class ElasticSampler:
     `scale_gradients`; or over `batches`, with gradient accumulation, with a manager, with other
     loaders, and where something between the loader and the loop draws ahead.
 
-    It is for map-style datasets; `ElasticStream` is for data that is read forwards. torchdata's
-    StatefulDataLoader works with `batches`. If only that loader is saved and not the sampler, its
-    state is known when the first loop begins, as always with torchdata; `epochs` counts from 0
-    until then.
+    It is for map-style datasets; `ElasticStream` is for data that can only be read sequentially.
+    torchdata's StatefulDataLoader works with `batches`. If only that loader is saved and not the
+    sampler, its state is known when the first loop begins, as always with torchdata; `epochs`
+    counts from 0 until then.
 
     Random numbers: starting a loader leaves torch's generator alone, so the model's numbers are the
     same after a restart if the generator is in the checkpoint. The numbers that a dataset draws in

@@ -1,4 +1,4 @@
-"""The stream: sharded data that is read forwards, each sample once an epoch at any world size.
+"""The stream: sharded data that is read sequentially, each sample once an epoch.
 
 The data is a list of shards (files, ranges, generators) of known lengths, and a function that reads
 one shard from a given sample on. The epoch's order is computed, as the sampler's is: the n-th
@@ -65,7 +65,7 @@ _PERIODS = (24, 12, 8, 4, 2, 1)
 
 
 class ElasticStream(ElasticSampler):
-    """Yields every sample of sharded data once an epoch, read forwards, for any world size.
+    """Yields every sample of sharded data once an epoch, read sequentially, for any world size.
 
     It is used as `ElasticSampler` is, with a dataset of its own:
 

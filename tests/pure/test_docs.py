@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from check_pages import KEYS, LOOPS, commands
+from check_words import MOST_WORDS, long_sentences
 from doc_pages import ROOT
 from hpc_elastic.run import directory
 
@@ -54,6 +55,16 @@ output, which is no command
 def test_what_is_not_there_is_found(text, unknown):
     """By one of the loops, and by its name."""
     assert [unknown in found for loop in LOOPS for found in loop(text)] == [True]
+
+
+def test_long_sentences_are_found(tmp_path):
+    """By their line; code, tables, titles and the title of an item are no sentences."""
+    words = "word " * (MOST_WORDS - 2)
+    (page := tmp_path / "page.md").write_text(
+        f"# {words * 2}\n\n```\n{words * 2}\n```\n| {words * 2} |\n\n"
+        f"- **{words * 2}**: {words}and `code of four words`.\n- A {words}and\nsome more.\n"
+    )
+    assert [line for line, _ in long_sentences(page)] == [9]
 
 
 @pytest.mark.parametrize(("name", "page"), [("settings", settings_page), ("cli", cli_page)])

@@ -10,7 +10,7 @@ project = "hpc_elastic"
 author = copyright = "The hpc_elastic authors"
 version = release = version_of("hpc_elastic")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_parser"]
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**.md", "benchmarks/RESULTS.md", "tools/*/README.md"]
 exclude_patterns = ["docs/_build/**"]
@@ -27,35 +27,8 @@ html_show_sourcelink = False
 html_theme_options = {"footer_icons": []}
 pygments_dark_style = "github-dark"
 
-autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
-autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
-autoclass_content = "both"
-napoleon_use_rtype = False
-napoleon_use_ivar = True
-default_role = "code"
-python_maximum_signature_line_length = 88
-
 # The addresses that only exist while somebody runs something.
 linkcheck_ignore = [r"http://(localhost|127\.0\.0\.1).*"]
 linkcheck_timeout = 20
 linkcheck_workers = 4
 linkcheck_anchors = False
-
-
-def setup(app):
-    """Have indented examples in docstrings shown as what they are: code."""
-    app.connect("autodoc-process-docstring", _mark_examples)
-
-
-def _mark_examples(app, what, name, obj, options, lines):
-    """Put `::` before each block that is indented and follows an ordinary paragraph."""
-    marked = []
-    for line, before in zip(lines, ["", *lines], strict=False):
-        begins = line.startswith("    ") and not before.strip() and marked
-        told = next((text for text in reversed(marked) if text.strip()), "")
-        if begins and not told.startswith(("    ", ".. ", ":")):
-            marked += ["::", ""]
-        marked.append(line)
-    lines[:] = marked

@@ -367,6 +367,12 @@ PAGES = {
 """The page that each function writes, below docs/reference."""
 
 if __name__ == "__main__":
-    for name, page in PAGES.items():
-        (Path(__file__).parent / "reference" / name).write_text(page())
+    from api_pages import api_pages  # Griffe, of the extras `docs` and `test`, reads the code
+    from sizing_page import sizing_page
+
+    written = {name: page() for name, page in PAGES.items()}
+    written |= {f"api/{name}": text for name, text in api_pages().items()}
+    written["../explanation/sizing.md"] = sizing_page()
+    for name, text in written.items():
+        (Path(__file__).parent / "reference" / name).write_text(text)
     figures.write()

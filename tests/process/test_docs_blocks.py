@@ -114,9 +114,9 @@ RUN_ELSEWHERE = {
 """Whole scripts, run in runs: the test that reads them from their page."""
 
 NOT_RUN = {
-    ("reference/api/script.md", 1): "submits to Slurm; tests/process/test_launch.py has its calls",
+    ("reference/api/launch.md", 1): "submits to Slurm; tests/process/test_launch.py has its calls",
     (
-        "reference/api/script.md",
+        "reference/api/launch.md",
         2,
     ): "submits to Slurm; tests/process/test_executor.py has its calls",
     ("howto/from-submitit.md", 1): "submits to Slurm; tests/process/test_executor.py has its calls",
@@ -361,8 +361,9 @@ def test_settings_in_yaml_are_taken(block, tmp_path, monkeypatch):
 OUTPUT = {
     "": ("docs/architecture.md",),
     "{toctree}": ("docs/index.md", "docs/reference/api/index.md"),
-    "{eval-rst}": ("docs/reference/api/",),
+    "py": ("docs/reference/api/",),
     "text": (
+        "docs/reference/api/",
         *("docs/reference/cli.md", "docs/howto/streams.md", "docs/howto/cluster-admins.md"),
         "docs/tutorial/6-week.md",
     ),

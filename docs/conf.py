@@ -12,7 +12,13 @@ version = release = version_of("hpc_elastic")
 
 extensions = ["myst_parser"]
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/**.md", "benchmarks/RESULTS.md", "tools/*/README.md"]
+include_patterns = [
+    "*.md",
+    "docs/**.md",
+    "benchmarks/RESULTS.md",
+    "tools/*/README.md",
+    "examples/README.md",
+]
 exclude_patterns = ["docs/_build/**"]
 templates_path = ["_templates"]
 

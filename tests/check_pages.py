@@ -95,7 +95,12 @@ def unknown_settings(text: str) -> Iterator[str]:
         script = next((w for w in words if w in SCRIPTS), None)
         if script is None or words[0] == "srun" or "\n$ cd " in text:
             continue  # test_docs_blocks.py composes the config of a folder that a page enters
-        known = {*OmegaConf.load(ROOT / script.replace(".py", ".yaml")), *OF_THE_RUN, *KEYS}
+        named = ROOT / script
+        configs = (named.with_suffix(".yaml"), named.parent / "conf" / "config.yaml")
+        config = next((path for path in configs if path.exists()), None)
+        if config is None:
+            continue  # it is not Hydra's
+        known = {*OmegaConf.load(config), *OF_THE_RUN, *KEYS}
         for word in words[words.index(script) + 1 :]:
             key, given, _ = word.lstrip("+").partition("=")
             if given and key not in known and not re.match(r"hydra[./]", key):
@@ -152,6 +157,25 @@ def unknown_sandbox_commands(text: str) -> Iterator[str]:
                 yield shlex.join(words)
 
 
+_LINK = re.compile(r"\]\(([^)#\s:]+\.md)[^)\s]*\)")
+MAX_CLICKS = 5
+
+
+def unreachable_pages() -> set[str]:
+    """Pages that are more than `MAX_CLICKS` links away from the README."""
+    reached = front = {ROOT / "README.md"}
+    for _ in range(MAX_CLICKS):
+        found = {
+            (page.parent / link).resolve()
+            for page in front
+            if page.exists()
+            for link in _LINK.findall(FENCED.sub("", page.read_text()))
+        }
+        front = found - reached
+        reached = reached | front
+    return {name for name in NAMES if (ROOT / name).resolve() not in reached}
+
+
 LOOPS: tuple[Callable[[str], Iterator[str]], ...] = (
     unknown_commands,
     unknown_settings,
@@ -168,6 +192,9 @@ def main() -> int:
         for name in NAMES
         for loop in LOOPS
         for what in loop((ROOT / name).read_text())
+    ]
+    found += [
+        f"{name}: no way of {MAX_CLICKS} links from the README" for name in unreachable_pages()
     ]
     print(*found, sep="\n", end="\n" if found else "")
     return bool(found)

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md")]
 PAGES += sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)
 PAGES += [*sorted((ROOT / "tools").rglob("*.md")), ROOT / "tests" / "README.md"]
-PAGES += [ROOT / "examples" / "start" / "SKILL.md"]
+PAGES += [ROOT / "examples" / "README.md", ROOT / "examples" / "start" / "SKILL.md"]
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 
 FENCED = re.compile(r"^```([^\n`]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -75,6 +75,11 @@ RUN: dict[tuple[str, int], tuple[str, dict[str, str]]] = {
         {"/ len(held_out)": "/ len(held_out)\n\naccuracy_of(net, data, 'cpu')"},
     ),
     ("howto/convert.md", 3): ("", {}),
+    ("howto/debug.md", 2): (
+        "trained = Checkpointer({'net': net, 'optimizer': optimizer}, 'run/checkpoints')\n"
+        "trained.save(3, urgent=True); trained.close()",
+        {},
+    ),
     ("howto/fault-tolerance.md", 1): (
         "sgd, loss_of = optimizer, cross_entropy\nstate = {'net': net, 'sgd': sgd}\n"
         "save = lambda: {name: part.state_dict() for name, part in state.items()}\n"
@@ -119,6 +124,8 @@ NOT_RUN = {
         "reference/api/launch.md",
         2,
     ): "submits to Slurm; tests/process/test_executor.py has its calls",
+    ("howto/gpus.md", 1): "needs a GPU; train.py has its lines",
+    ("howto/debug.md", 1): "waits for a debugger",
     ("howto/from-submitit.md", 1): "submits to Slurm; tests/process/test_executor.py has its calls",
     ("howto/from-submitit.md", 2): "submits; tests/process/test_submitit_tasks.py has its calls",
     ("howto/from-torchrun.md", 1): "submits to Slurm; tests/process/test_launch.py has its calls",
@@ -308,7 +315,7 @@ def check_line(page: str, line: str, folder: Path) -> None:
             if not arguments[0].startswith("benchmarks/"):
                 check_settings(page, arguments[0], settings, folder)
         elif program_name == "python":
-            assert arguments[:2] == ["-m", "pytest"], line
+            assert arguments[0] == "-m" and arguments[1] in ("pdb", "pytest", "venv"), line
         elif program_name == "pip":
             check_pip(arguments)
         elif "/" in program_name:

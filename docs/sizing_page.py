@@ -94,7 +94,7 @@ Weights and AdamW in float32 ({bytes} bytes a parameter), {nodes} nodes, steps o
 | time between periodic saves | held up / `overhead` (0.02 by default), and at least saved |
 | steps lost with a dead node | half of the time between saves on average, all of it at worst |
 
-The factors are medians of [Checkpoints](../../benchmarks/RESULTS.md#checkpoints): the copy into host memory, a save in relation to a plain direct write, and a cold restore in relation to a plain read. They were measured in one process on CPU tensors. A copy from a GPU goes over PCIe, and is not in them.
+The factors are medians of [Checkpoints](../../benchmarks/RESULTS.md#checkpoints). They relate a save to a plain direct write, and a cold restore to a plain read. They were measured in one process on CPU tensors. A copy from a GPU goes over PCIe, and is not in them.
 
 Bytes a parameter, of what the script gives to its `Checkpointer`:
 
@@ -108,7 +108,13 @@ Bytes a parameter, of what the script gives to its `Checkpointer`:
 
 ## The grace of a preemption
 
-The {around_s:g} s are: 2 s in which the leader gathers notices of other nodes, 1 s for the agreement on a step, and 5 s of reserve in which the workers end and the task returns to the queue. The agreed step is at most two steps ahead. `hpc-elastic doctor partition=NAME` shows the grace of a partition. If it is too short:
+The {around_s:g} s have three parts:
+
+- 2 s in which the leader gathers notices of other nodes;
+- 1 s for the agreement on a step;
+- 5 s of reserve, in which the workers end and the task returns to the queue.
+
+The agreed step is at most two steps ahead. `hpc-elastic doctor partition=NAME` shows the grace of a partition. If it is too short:
 
 - Save more often: then the loss is small. `overhead=0.05` saves every 20 times the time that a save holds up the training.
 - Use a faster folder: `hpc-elastic doctor --probe --dir FOLDER` measures it.
@@ -132,6 +138,6 @@ With [`ft=true`](../howto/fault-tolerance.md) only the failed node pays the last
 ## Memory
 
 - **Snapshot**: one host buffer of the bytes "of a node", on each node, pinned where the state is on a GPU. It is kept between saves.
-- **`MemoryTier`**: up to three steps of the node's own part and of its neighbour's in `/dev/shm`, which is six times "of a node". Where that does not fit on every node, all saves go to the folder.
+- **`MemoryTier`**: up to three steps of the node's own part and of its neighbour's in `/dev/shm`. That is six times "of a node". Where that does not fit on every node, all saves go to the folder.
 - **Folder**: `keep_last` (2) checkpoints and the one that is being written: three times the state.
 """  # noqa: E501

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import check_pages
 from check_pages import KEYS, LOOPS, commands
 from check_words import MOST_WORDS, long_sentences
 from doc_pages import ROOT
@@ -65,6 +66,13 @@ def test_long_sentences_are_found(tmp_path):
         f"- **{words * 2}**: {words}and `code of four words`.\n- A {words}and\nsome more.\n"
     )
     assert [line for line, _ in long_sentences(page)] == [9]
+
+
+def test_a_page_without_a_link_is_found(monkeypatch):
+    """The README leads to the index, and no page leads to the licence of a tool."""
+    alone = "tools/slurm_sandbox/LICENSE"
+    monkeypatch.setattr(check_pages, "NAMES", ["docs/index.md", alone])
+    assert check_pages.unreachable_pages() == {alone}
 
 
 @pytest.mark.parametrize(

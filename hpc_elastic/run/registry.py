@@ -4,6 +4,9 @@ The files are in ``$XDG_STATE_HOME/hpc_elastic/submissions`` (``~/.local/state``
 set). They hold paths only; the state of a run is in its run directory. A run whose directory was
 deleted is not listed. A run that cannot be read at the moment is listed, so that ``last`` is not
 another run. A home directory that cannot be written costs the list, never a submission.
+
+A file's name begins with a number, by which the list is sorted: the time in milliseconds, but at
+least one more than that of each submission before.
 """
 
 from __future__ import annotations
@@ -56,7 +59,9 @@ def add(runs: Mapping[str, Path]) -> None:
     try:
         entry = {"submitted": now, "cwd": str(Path.cwd()), "runs": paths}
         folder().mkdir(parents=True, exist_ok=True, mode=0o700)
-        name = f"{int(now * 1000):015d}-{secrets.token_hex(4)}.json"
+        numbers = (file.name.partition("-")[0] for file in folder().glob("*.json"))
+        last = max((int(number) for number in numbers if number.isdecimal()), default=0)
+        name = f"{max(int(now * 1000), last + 1):015d}-{secrets.token_hex(4)}.json"
         write_atomic(folder() / name, json.dumps(entry) + "\n")
     except (OSError, RuntimeError) as e:  # RuntimeError: there is no home directory
         _log.warning("hpc-elastic list will not show the runs of this submission: %s", e)

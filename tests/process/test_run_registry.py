@@ -72,6 +72,18 @@ def test_a_run_that_cannot_be_read_hides_no_other(runs):
     assert "Stale" in found["bad"].problem and found["new"].problem is None
 
 
+@pytest.mark.parametrize("forward_s", [0.0, -3600.0])
+def test_last_is_the_last_submission_whatever_the_clock_says(tmp_path, monkeypatch, forward_s):
+    """Of several in one millisecond, too, and after the clock was set back."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    names = [f"run-{number}" for number in range(8)]
+    for number, name in enumerate(names):
+        now = 1_900_000_000.0 + number * forward_s
+        monkeypatch.setattr(registry.time, "time", lambda now=now: now)
+        registry.add({name: run_of(tmp_path, str(number), [(0, 0)], name).path})
+    assert [run.run_id for run in registry.newest_first()] == names[::-1]
+
+
 @pytest.fixture
 def projects(tmp_path, monkeypatch):
     """Runs of two projects, the newest last; the present directory is that of the first."""

@@ -22,6 +22,11 @@ Lost nodes   A loss that the node or Slurm has announced costs nothing. Another 
              the script is not to blame, unless Slurm reports OUT_OF_MEMORY. Nor is it for nodes
              that the run itself has requeued.
 
+Failed terms A leader that fails by an error of its own records that, and another agent leads, on
+             another node if there is one (`follower_state`). After `FAILED_TERMS` such terms in a
+             row, without a new checkpoint or a step beyond all before, the run fails with the last
+             error.
+
 Bad nodes    Failures that follow a node are *strikes* against its host: an error of a worker that
              hardware causes, or an agent whose heartbeats stop and that does not come back. The
              latter does not count if many agents stop at the same time, since the network is to
@@ -68,6 +73,8 @@ from hpc_elastic.rendezvous.log_entry import (
 from hpc_elastic.rendezvous.task_recovery import FailedStart
 from hpc_elastic.slurm.job_state import Phase, TaskState
 
+FAILED_TERMS = 4
+"""After this number of failed terms in a row the run fails."""
 STRIKES = 2
 """This number of strikes excludes a host."""
 STRIKE_S = 6 * 3600.0
@@ -137,6 +144,8 @@ class FailurePolicy:
     """Host -> times of its strikes."""
     exclusions: dict[str, float] = field(default_factory=dict)
     """Host -> the end of its exclusion."""
+    failed_terms: tuple[Failure, ...] = ()
+    """Of leaders, in a row, without progress; without tracebacks."""
     now: float = 0.0
     """Unix time of the last event."""
     _loss_round: int = 0
@@ -180,12 +189,12 @@ class FailurePolicy:
         """Record a complete checkpoint of this step."""
         if self.progress is None or step > self.progress:
             self.progress, self.failures_without_progress, self.first_of_series = step, 0, None
-            self._has_progressed, self.losses = True, 0
+            self._has_progressed, self.losses, self.failed_terms = True, 0, ()
 
     def record_step(self, step: int) -> None:
         """Record a step of the training."""
         if self.reached is None or step > self.reached:
-            self.reached, self.losses = step, 0
+            self.reached, self.losses, self.failed_terms = step, 0, ()
 
     def record_silence(self, host: str) -> None:
         """Record that the heartbeats of a member stopped, though its connection did not end."""
@@ -264,6 +273,30 @@ class FailurePolicy:
         if self.restarts >= self.rules.max_restarts:
             return effects, RunEnding("failed", failure)
         return [*effects, self._restart(lost.round, failure)], None
+
+    def term_failed(self, failure: Failure) -> tuple[Note, RunEnding | None]:
+        """Record the failure of the present leader; return its event, and the end of the run."""
+        self.failed_terms = (*self.failed_terms, replace(failure, traceback=None))
+        num_failed, hosts = len(self.failed_terms), {f.host for f in self.failed_terms}
+        is_last = num_failed >= FAILED_TERMS
+        note = Note("leader_failed", {
+            "host": failure.host, "why": f"{failure.exception}: {failure.message}",
+            "traceback": failure.traceback, "terms": num_failed, "again": not is_last,
+        })  # fmt: skip
+        if not is_last:
+            return note, None
+        remedy = "several nodes failed as leaders: look for what they share"
+        if len(hosts) == 1:
+            remedy = f"no node but {failure.host} was there to lead: look for a fault of this node"
+        first_line = failure.message.partition("\n")[0]
+        message = (
+            f"{first_line} ({num_failed} terms in a row failed, on {', '.join(sorted(hosts))})"
+        )
+        remedy += (
+            ", such as the versions of Python and torch, the limits of open files and processes, "
+            "and the space on its disks; then go on with `hpc-elastic resume`"
+        )
+        return note, RunEnding("failed", replace(failure, message=message, remedy=remedy))
 
     def start_failed(self, start: FailedStart, num_hosts: int) -> list[Effect]:
         """Judge an attempt of a task that ended before its agent joined."""

@@ -10,7 +10,9 @@ to the next leader with the index of its round's entry and its last report of th
 
 An agent replaces a dead leader (see `LeaderFailureDetector`): it *claims* the next term. Members of
 the last round claim one after the other, in rank order, to limit the load on the file system in a
-run of ten thousand nodes. The first claim wins, and the other agents follow its leader.
+run of ten thousand nodes. The first claim wins, and the other agents follow its leader. After terms
+whose leaders have failed by errors of their own, the agents pause before the next claim, and those
+on the nodes of these leaders last (`election_pause_s`).
 
 Notice. A node *under notice* must be left by a deadline. Outside a round its agent leaves the run
 at once. In a round it reports the notice to the leader, which lets all ranks save (`group_change`).
@@ -55,6 +57,7 @@ _STALLED_S = 30.0
 """A longer time without any answer does not count as a wait for a place."""
 _NUM_WATCHERS = 16
 """The first members in rank order read the lease at every heartbeat; the others more rarely."""
+_FAILED_PAUSE_S, _OTHERS_FIRST = 1.0, 3.0
 _NUM_SLURM_CLIENTS = 3
 """The first members query Slurm about an unreachable leader; the others wait for the lease."""
 REMOVED = messages.End("removed", "its directory was removed")
@@ -274,6 +277,9 @@ class FollowerState:
             self._watch.refused_since = now
         task = self._entry.leader.task
         text = f"the leader of term {self._entry.term}, {task}, cannot be reached: {why}"
+        failed = self._entry.counters.failed_terms
+        if failed and failed[-1].task == task:
+            text = f"term {self._entry.term} has failed: {failed[-1].summary()}"
         effects: list[Effect] = [self._deliver_news(text)]
         if not (refused or self._watch.queried) and self._claim_rank() < _NUM_SLURM_CLIENTS:
             self._watch.queried = True
@@ -401,6 +407,8 @@ class FollowerState:
         if self._dead_since is None:
             self._dead_since = now
         wait_s = min(_CLAIM_STAGGER_S * self._claim_rank(entry), _MAX_STAGGER_S)
+        if entry is not None:
+            wait_s += election_pause_s(entry, self.me.host)
         if now - self._dead_since >= wait_s:
             return True
         self._read_due = self._dead_since + wait_s
@@ -414,6 +422,19 @@ class FollowerState:
             if member == self.me:
                 return rank
         return len(members)
+
+
+def election_pause_s(entry: LogEntry, host: str) -> float:
+    """Return how long an agent on a host waits for others to claim, after terms have failed.
+
+    The pause doubles with each failed term in a row. It is longer on the hosts of their leaders, so
+    that another node leads first if there is one.
+    """
+    failed = entry.counters.failed_terms
+    if not failed:
+        return 0.0
+    pause_s = _FAILED_PAUSE_S * 2.0 ** (len(failed) - 1)
+    return pause_s * (_OTHERS_FIRST if any(f.host == host for f in failed) else 1.0)
 
 
 @dataclass

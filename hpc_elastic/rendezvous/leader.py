@@ -13,6 +13,7 @@ import gc
 import logging
 import random
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from hpc_elastic.rendezvous import effects, messages
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.follower_state import REMOVED
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
-from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RoundRules
+from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, RoundRules
 from hpc_elastic.rendezvous.round_state import RoundPhase
 from hpc_elastic.rendezvous.run_status import waiting_for
 from hpc_elastic.rendezvous.status_writer import StatusWriter
@@ -45,6 +46,10 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _RETRY_S = 0.5
+_STORE_TRIES = 10
+"""A leader that can make no store in this number of tries gives up its term: another may."""
+_LONGEST_TEXT = 4000
+"""Of the message and of the traceback of an error of its own."""
 _GARBAGE = 50_000
 """Allocations between two garbage collections: with ten thousand agents each takes long, and there
 is next to no garbage."""
@@ -57,12 +62,16 @@ _NODES_PER_STATUS_S = 500
 class Leader:
     """Leads one term, from its claim until `stop`, a newer term, or the end of the run.
 
-    ``claim`` is the log entry that began the term; agents connect to ``listener``.
+    ``me`` is the agent of this process, ``claim`` the log entry that began the term; agents connect
+    to ``listener``.
     """
 
-    def __init__(self, context: LeaderContext, claim: LogEntry, listener: Listener) -> None:
+    def __init__(
+        self, context: LeaderContext, me: Agent, claim: LogEntry, listener: Listener
+    ) -> None:
         now = time.monotonic()
         self._context = context
+        self._me = me
         self._status_writer = context.make_status_writer(claim.term)
         self._claim = claim
         self._listener = listener
@@ -85,6 +94,8 @@ class Leader:
         self._calls = OptionalCalls()
         self._lease = context.log.make_lease(claim.term)
         self._is_renewing = False
+        self.error: Exception | None = None
+        """Why the leader has failed, if it could not record that; None otherwise."""
 
     # ---- start and stop -----------------------------------------------------------------
 
@@ -161,8 +172,8 @@ class Leader:
         async def run() -> None:
             try:
                 await duty
-            except Exception:
-                self._fail()
+            except Exception as e:
+                self._fail(e)
 
         task = asyncio.create_task(run())
         among.add(task)
@@ -176,12 +187,30 @@ class Leader:
             yield
         except CONNECTION_ERRORS:
             raise
-        except Exception:
-            self._fail()
+        except Exception as e:
+            self._fail(e)
 
-    def _fail(self) -> None:
+    def _fail(self, error: Exception, *, drops_append: bool = False) -> None:
+        """Give up the term; ``drops_append``: the error is that no entry can be appended."""
         _log.exception("the leader failed; stepping down; its last events:\n%s", self._term.story)
-        self._term.end_term()
+        try:
+            if not self._state.has_failed:
+                self._term.handle(self._state.failed, self._failure_of(error), drops_append)
+            elif drops_append:
+                raise error
+            elif not self._state.is_deciding:
+                self._term.end_term()
+        except Exception as e:
+            self.error = e
+            self._term.end_term()
+
+    def _failure_of(self, error: Exception) -> Failure:
+        me, lines = self._me, "".join(traceback.format_exception(error))
+        return Failure(
+            me.task, me.host, 0, 0, time.time(), str(error)[:_LONGEST_TEXT], type(error).__name__,
+            lines[-_LONGEST_TEXT:], phase="lead",
+            log=self._context.scheduler.log_of(me.task, me.attempt),
+        )  # fmt: skip
 
     async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
         loop = asyncio.get_running_loop()
@@ -313,17 +342,31 @@ class Leader:
 
     async def _append(self, append: effects.Append) -> None:
         """Append an entry, however long the file system takes."""
-        entry = append.entry
+        try:
+            if append.needs_store:
+                self._store = await self._make_store()
+            is_created = await self._create(append.entry)
+        except Exception as e:
+            self._fail(e, drops_append=True)
+        else:
+            self._term.handle(self._state.appended if is_created else self._state.refused)
+
+    async def _make_store(self) -> messages.Address:
+        for _ in range(_STORE_TRIES - 1):
+            try:
+                return await self._in_thread(self._context.scheduler.make_store)
+            except OSError as e:
+                _log.warning("the store of the round cannot be made yet, retrying: %s", e)
+                await asyncio.sleep(_RETRY_S)
+        return await self._in_thread(self._context.scheduler.make_store)
+
+    async def _create(self, entry: LogEntry) -> bool:
         while True:
             try:
-                if append.needs_store:
-                    self._store = await self._in_thread(self._context.scheduler.make_store)
-                is_created = await self._in_thread(self._context.log.create, entry)
-                break
+                return await self._in_thread(self._context.log.create, entry)
             except OSError as e:
                 _log.warning("entry %d is not written yet, retrying: %s", entry.index, e)
                 await asyncio.sleep(_RETRY_S)
-        self._term.handle(self._state.appended if is_created else self._state.refused)
 
     async def _publish(self, entry: LogEntry, afterwards: list[effects.Effect]) -> None:
         self._term.show(time.time())  # before the result, so that readers take it for the last
@@ -449,7 +492,8 @@ class LeaderTiming:
 class LeaderScheduler(Protocol):
     """The scheduler and the run's processes. All calls but the last may block.
 
-    `make_store` may raise `OSError`, and is called again. Any error of the others ends no term.
+    If `make_store` raises `OSError`, it is called again, for some seconds. Any other error of it
+    ends the term, and none of the others does.
     """
 
     def make_store(self) -> messages.Address:

@@ -24,6 +24,9 @@ Lease      The leader renews a lease on the shared file system while it receives
            A leader that cannot renew its lease steps down before the members that it does not reach
            may elect another; if it cannot append a decision either, it steps down in any case.
 
+Failures   A leader that fails by an error of its own appends that to the log as its last decision,
+           and steps down, or ends the run (`failure_policy`). It drops the effects that wait.
+
 Reports    of members carry the index of the log entry of their round: the leader ignores reports of
            earlier rounds. The agent numbers its requests for a place.
 
@@ -61,7 +64,7 @@ from hpc_elastic.rendezvous.effects import (
 )
 from hpc_elastic.rendezvous.failure_policy import Stragglers
 from hpc_elastic.rendezvous.hang_diagnosis import HangDiagnosis
-from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RoundRules
+from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, RoundRules
 from hpc_elastic.rendezvous.replica_state import (
     QuorumBridge,
     ReplicaState,
@@ -113,6 +116,7 @@ class LeaderState:
         self.run = self.rounds.run
         self.at = claim
         self.fenced = False
+        self.has_failed = False
         self._attempts = claim.attempts
         """Task -> its newest attempt: an older one has no part in the run."""
         self.progress: dict[Agent, Json] = {}
@@ -293,6 +297,24 @@ class LeaderState:
         """The last entry on the shared file system has this index."""
         newest = self.at if self._pending is None else self._pending
         return self._step_down() if last_index > newest.index else []
+
+    def failed(self, failure: Failure, drops_append: bool) -> list[Effect]:
+        """This leader has failed: give up the term, for the next leader or the end of the run.
+
+        ``drops_append``: the entry that is being appended will not exist.
+        """
+        if self.fenced or self.has_failed:
+            return []
+        self.has_failed, self._queue = True, []
+        if drops_append:
+            self._pending = None
+        self.run.entry = self._pending or self.at
+        if self.run.entry.ending is not None:
+            return self._do([StepDown()])  # the agents find the end in the log
+        self.run.phase = RoundPhase.FORMING  # an end that was queued is dropped, too
+        note, ending = self.run.policy.term_failed(failure)
+        last = [self.run.decide(), StepDown()] if ending is None else self.run.end_run(ending)
+        return [note, *self._do(last)]
 
     def tick(self, now: float) -> list[Effect]:
         """Handle the passing of time; call it every `HeartbeatConfig.heartbeat_interval_s`."""

@@ -10,7 +10,8 @@ decision is made with knowledge of all earlier ones:
 
 - An agent *claims* the next term by creating the next entry, with itself as the leader.
 - The leader *closes a round*, *releases* members, notes that one has *departed*, *requeues all
-  nodes*, or *ends the run*, by creating the next entry of its own term.
+  nodes*, notes that it *fails* itself, or *ends the run*, by creating the next entry of its own
+  term.
 - If another agent claims a term while the leader is paused or cut off, that leader finds its next
   index taken. It is *fenced*: it can make no decision any more.
 - A user *resumes* a run that has stopped by creating the next entry, with the next generation and
@@ -116,6 +117,7 @@ class FailureCounters:
     gone: Mapping[str, LostNode] = field(default_factory=dict)
     strikes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     exclusions: Mapping[str, float] = field(default_factory=dict)
+    failed_terms: tuple[Failure, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -326,9 +328,10 @@ class Failure:
     function has been entered, and for what is certain to fail again before the first step;
     ``final`` for a training that is refused before its first step, and for what a setting makes the
     end of the run; else ``run``; ``start`` if a task ended before it had any worker; ``hang`` if
-    the worker was ended because it made no step (`hang_diagnosis`). ``exit_code`` is None if a
-    signal ended the worker, and ``signal`` its name. ``remedy`` is what to do, if that is known;
-    ``round`` is the number of the worker's round.
+    the worker was ended because it made no step (`hang_diagnosis`); ``lead`` if it is the agent
+    that failed, as the leader of the run. ``exit_code`` is None if a signal ended the worker, and
+    ``signal`` its name. ``remedy`` is what to do, if that is known; ``round`` is the number of the
+    worker's round.
     """
 
     task: str
@@ -350,6 +353,8 @@ class Failure:
         """Return one line: which worker failed, and why."""
         if self.phase == "start":
             return f"task {self.task}{f' on {self.host}' if self.host else ''}: {self.message}"
+        if self.phase == "lead":
+            return f"the leader, task {self.task} on {self.host}: {self.exception}: {self.message}"
         if self.phase == "hang":
             where = f"rank {self.rank} (local rank {self.local_rank}) on {self.host}"
             return f"{where}, hung: {self.message}"

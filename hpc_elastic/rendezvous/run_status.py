@@ -60,6 +60,8 @@ def status_of(leader_state: LeaderState) -> Json:
             *_apart_warnings([rank for ranks in reported("apart") for rank in ranks]),
             *(f"the loss is {loss} at step {step} (rank {rank})"
               for rank, step, loss in sorted(reported("bad_loss"))[:1]),
+            *(f"{counted(number, 'term')} in a row failed, the last one so: {failure.summary()}"
+              for number, failure in list(enumerate(run.policy.failed_terms, 1))[-1:]),
         ],
     }  # fmt: skip
 

@@ -362,7 +362,7 @@ class Session(SessionState):
                     self._start_task(self._claim(effect))
                 case effects.Lead(entry):
                     assert self._listener is not None
-                    self._leader = Leader(self._context, entry, self._listener)
+                    self._leader = Leader(self._context, self._me, entry, self._listener)
                     self._leader.lead()
                     self._start_task(self._await_end(self._leader))
                 case effects.PublishResult(entry):
@@ -502,10 +502,12 @@ class Session(SessionState):
         self._carry_out(self._following.claimed(entry if created else None, time.monotonic()))
 
     async def _await_end(self, leader: Leader) -> None:
-        """Drop a leader that has ended because another one leads."""
+        """Drop a leader whose term is over; fail with its error if it could not record that."""
         await leader.wait_until_over()
         if self._leader is leader:
             self._leader = None
+        if leader.error is not None:
+            raise leader.error
 
 
 def _versions() -> str:

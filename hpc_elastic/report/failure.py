@@ -15,6 +15,8 @@ def one_line(failure: Mapping[str, Any] | None) -> str | None:
     where = f"rank {failure.get('rank')} on {failure.get('host')}"
     if failure.get("phase") == "start":
         where = f"task {failure.get('task')} on {failure.get('host') or 'an unknown node'}"
+    if failure.get("phase") == "lead":
+        where = f"the leader, task {failure.get('task')} on {failure.get('host')}"
     what = str(failure.get("message") or "").strip().partition("\n")[0]
     error = failure.get("exception")
     how = _ended_by(failure) or (f"{error}: {what}" if error else what)
@@ -50,8 +52,10 @@ def quoted_text(text: str) -> str:
 
 
 def _place(failed: Mapping[str, Any]) -> str:
-    parts = [f"host {failed.get('host')}"]
-    for key, word in (("rank", "rank"), ("local_rank", "local rank"), ("task", "task")):
+    is_leader = failed.get("phase") == "lead"
+    parts = [f"{'the leader, ' if is_leader else ''}host {failed.get('host')}"]
+    ranks = () if is_leader else (("rank", "rank"), ("local_rank", "local rank"))
+    for key, word in (*ranks, ("task", "task")):
         parts += [f"{word} {failed[key]}"] if failed.get(key) is not None else []
     return ", ".join(parts)
 

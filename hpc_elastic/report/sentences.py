@@ -196,6 +196,10 @@ def _of_nodes(entry: TimelineEntry) -> str | None:
                 return f"{what}: it is tried on another node"
             hosts = names(facts.get("hosts") or ())
             return f"{what}: no further try{f', after {hosts}' if hosts else ''}"
+        case "leader_failed":
+            then = "another election follows" if facts.get("again") else "no further try"
+            count = counted(int(facts.get("terms") or 1), "term")
+            return f"the leader on {host} failed: {entry.text}; {count} in a row so far, {then}"
         case "preempt":
             return f"{user} preempted {host} ({float(facts.get('grace_s') or 0.0):g} s grace)"
         case _:

@@ -80,7 +80,8 @@ class TimelineEntry:
             left and others came), ``restarted`` (the same nodes), ``stopped`` (no node is left),
             ``resumed`` (after that), ``ended``; and without a change of the group: ``task_exited``,
             ``agent_failed``, ``nodes_requeued``, ``parked``, ``excluded``, ``host_failure``,
-            ``crash_loop``, ``tasks_restarted``, ``leader``, ``hang``, ``straggler``,
+            ``crash_loop``, ``tasks_restarted``, ``leader``, ``leader_failed``, ``hang``,
+            ``straggler``,
             ``preflight``, ``start_failed``, ``gpus_not_measured``, ``warm_worker_died``,
             ``slow_exit``, ``group_mismatch``, ``bad_loss``, ``checkpoint_failed``,
             ``checkpoint_recovered``, ``state_mismatch``, ``heal_failed``, ``state_unsaved``,
@@ -99,10 +100,11 @@ class TimelineEntry:
             nodes_requeued: nodes, hosts, all, delay_s, why; parked: hosts; excluded: host,
             hosts_left; host_failure: host, strikes; crash_loop: attempts, checkpoint;
             tasks_restarted: tasks, hosts, avoids; start_failed: task, host, state, reason, hosts,
-            again; checkpoint_failed: step; growth_decision: nodes, grows; sweep_decision: runs;
-            hang, straggler, preflight, gpus_not_measured, warm_worker_died, slow_exit,
-            group_mismatch, bad_loss, checkpoint_recovered, state_mismatch, heal_failed,
-            state_unsaved, cancel, preempt, kill, resume: as in the event.
+            again; leader_failed: host, terms, again; checkpoint_failed: step; growth_decision:
+            nodes, grows; sweep_decision: runs; hang, straggler, preflight, gpus_not_measured,
+            warm_worker_died, slow_exit, group_mismatch, bad_loss, checkpoint_recovered,
+            state_mismatch, heal_failed, state_unsaved, cancel, preempt, kill, resume: as in the
+            event.
         is_open: Whether it goes on.
         has_replicas: Whether the nodes are replicas, and none of them was stopped (``ft=true``).
     """
@@ -164,6 +166,7 @@ _FACTS: dict[str, tuple[str, ...]] = {
     "checkpoint_failed": ("step",),
     "growth_decision": ("nodes", "grows"),
     "sweep_decision": ("runs",),
+    "leader_failed": ("host", "terms", "again"),
     **dict.fromkeys(("hang", "straggler", "preflight", "gpus_not_measured"), ()),
     **dict.fromkeys(("warm_worker_died", "slow_exit", "group_mismatch", "bad_loss"), ()),
     **dict.fromkeys(("checkpoint_recovered", "state_mismatch", "heal_failed", "state_unsaved"), ()),

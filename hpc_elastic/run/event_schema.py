@@ -271,6 +271,13 @@ _OF_FAILURES = (
          "when that ends the run", _LEADER,
          (Field("attempts", "integer", "number of failures in a row"),
           Field("checkpoint", "integer", "the last step that was saved; null: none", True))),
+    Kind("leader_failed", "A leader has failed by an error of its own, and gives up its term.",
+         "when that happens", _LEADER,
+         (_HOST, Field("why", "text", "the error"),
+          Field("traceback", "text", "its traceback"),
+          Field("terms", "integer", "terms that have failed in a row, with this one, without a new "
+                "checkpoint or step"),
+          Field("again", "flag", "another agent may lead; else the run ends with this error"))),
     Kind("host_failure", "A failure is counted against a host.", _JUDGED, _LEADER,
          (_HOST, Field("strikes", "integer", "failures of six hours; two exclude the host"),
           Field("why", "text", "the failure"))),

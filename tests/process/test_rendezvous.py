@@ -13,6 +13,7 @@ import pytest
 from group import PATIENCE_S, SECRET, Group, eventually, kill, open_files
 
 from hpc_elastic import shared_files
+from hpc_elastic.rendezvous import leader as leaders
 from hpc_elastic.rendezvous import session as sessions
 from hpc_elastic.rendezvous.log_entry import Endpoint, Failure, claim
 from hpc_elastic.rendezvous.messages import End, Failed, Finished
@@ -334,3 +335,41 @@ def test_a_leader_that_fails_writes_its_last_events_down(group, caplog):
     assert "appended()" in story and "fail(" in story and "Heartbeat" not in story
     others = (None, leader)
     eventually(lambda: any(s._leader not in others for s in g.sessions))  # the run goes on
+    (failed,) = g.events("leader_failed")
+    assert failed["why"] == "RuntimeError: a rule that is wrong" and "fail" in failed["traceback"]
+    assert [f.host for f in g.register.last()[1].counters.failed_terms] == [failed["host"]]
+
+
+def test_a_node_whose_stores_fail_leaves_the_lead_to_another(group, monkeypatch):
+    """Such as one without free ports: it tries for a while, and is a member all the same."""
+    monkeypatch.setattr(leaders, "_STORE_TRIES", 2)
+    g = group(min_nodes=2, max_nodes=2)
+    first = g.agent(0)
+    waiting = g.threads.submit(first.join, PATIENCE_S)
+    eventually(lambda: first._leader is not None)
+
+    def make_store() -> tuple[str, int]:
+        if first._leader is not None:
+            raise OSError(98, "Address already in use")
+        return "127.0.0.1", 1
+
+    g.make_store = make_store
+    assert g.join(g.agent(1))[0].world_size == 2 and waiting.result().world_size == 2
+    (failed,) = g.events("leader_failed")
+    assert failed["host"] == "node0" and "Address already in use" in failed["why"]
+
+
+def test_an_error_that_a_leader_cannot_record_ends_its_agent(group, monkeypatch):
+    """It is not silent, and leads no more."""
+    g = group(min_nodes=2)
+    a = g.agent(0)
+    waiting = g.threads.submit(a.join, PATIENCE_S)
+    eventually(lambda: a._leader is not None)
+
+    def fail(self, *_: object) -> None:
+        raise RuntimeError("a rule that is wrong")
+
+    monkeypatch.setattr(leaders.LeaderState, "failed", fail)
+    a._leader._state.tick = fail
+    with pytest.raises(RuntimeError, match="a rule that is wrong"):
+        waiting.result()

@@ -21,9 +21,16 @@ from groups import (
     training,
 )
 from hpc_elastic.rendezvous.effects import Exclude
-from hpc_elastic.rendezvous.failure_policy import STRIKE_S, STRIKES, FailurePolicy, strikes_of
+from hpc_elastic.rendezvous.failure_policy import (
+    FAILED_TERMS,
+    STRIKE_S,
+    STRIKES,
+    FailurePolicy,
+    strikes_of,
+)
 from hpc_elastic.rendezvous.log_entry import (
     Agent,
+    Failure,
     FailureCounters,
     LostNode,
     RoundRules,
@@ -43,6 +50,57 @@ def fails(m: RoundState, agent, message: str, now: float) -> list:
     members = m.run.ranks.members
     actions = [a for member in members for a in m.join(member, now + 1.0)]
     return actions + m.slurm_answered(running(*members), now + 2.0, now + 2.0)
+
+
+# ---- leaders that fail --------------------------------------------------------------------
+
+
+def error_of(agent: Agent, time: float) -> Failure:
+    """The error of an agent as the leader."""
+    lines = "Traceback: here\nTypeError: no socket"
+    return Failure(
+        agent.task, agent.host, 0, 0, time, "no socket", "TypeError", lines, phase="lead"
+    )
+
+
+def test_the_fourth_failed_term_in_a_row_ends_the_run():
+    """With the last error, its traceback, and the nodes that have led."""
+    policy = FailurePolicy(RoundRules(1, 4, 0, 60.0, 5.0))
+    for number, agent in enumerate((A, B, A), 1):
+        note, ending = policy.term_failed(error_of(agent, float(number)))
+        assert ending is None and note.kind == "leader_failed"
+        assert (note.fields["terms"], note.fields["again"]) == (number, True)
+    note, ending = policy.term_failed(error_of(B, 4.0))
+    assert (note.fields["terms"], note.fields["again"]) == (FAILED_TERMS, False)
+    assert note.fields["why"] == "TypeError: no socket" and "here" in note.fields["traceback"]
+    assert ending is not None and ending.status == "failed" and ending.failure is not None
+    assert ending.failure.message == "no socket (4 terms in a row failed, on node1, node2)"
+    assert ending.failure.traceback == note.fields["traceback"]
+    assert ending.failure.remedy.startswith("several nodes failed as leaders")
+    assert ending.summary == f"the leader, task 7_1 on node2: TypeError: {ending.failure.message}"
+    entry = replace(FIRST, ending=ending, counters=policy.counters())
+    assert decode_signed(entry.encode_signed(b"key"), b"key") == entry
+
+
+def test_the_remedy_names_the_only_node_that_has_led():
+    """The run may go on elsewhere."""
+    policy = FailurePolicy(RoundRules(1, 4, 0, 60.0, 5.0))
+    for time in range(FAILED_TERMS):
+        _, ending = policy.term_failed(error_of(A, time))
+    assert ending.failure.remedy.startswith("no node but node1 was there to lead")
+
+
+@pytest.mark.parametrize("progress", ["record_step", "record_checkpoint"])
+def test_progress_resets_the_count_of_failed_terms(progress):
+    """A step or a checkpoint beyond all before; the next leader inherits the count."""
+    policy = FailurePolicy(RoundRules(1, 4, 0, 60.0, 5.0))
+    for number in range(10):
+        getattr(policy, progress)(number)
+        assert policy.term_failed(error_of(A, number))[1] is None
+        assert policy.term_failed(error_of(A, number))[1] is None
+        policy = FailurePolicy.resume(replace(FIRST, counters=policy.counters()), policy.rules)
+        getattr(policy, progress)(number)
+        assert len(policy.failed_terms) == 2, "that is no progress"
 
 
 # ---- crash loops --------------------------------------------------------------------------

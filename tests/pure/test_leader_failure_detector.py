@@ -14,6 +14,7 @@ from followers import (
     Search,
     agent,
     connecting,
+    delivered,
     following,
     of,
 )
@@ -21,8 +22,8 @@ from groups import A, B, C, D
 from hpc_elastic.rendezvous.effects import Claim, Connect, Disconnect, QuerySlurm, ReadLog
 from hpc_elastic.rendezvous.follower_state import CONFIRM_REFUSAL_S, LeaderFailureDetector
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
-from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
-from hpc_elastic.rendezvous.messages import Heartbeat
+from hpc_elastic.rendezvous.log_entry import Agent, Failure, FailureCounters, LogEntry
+from hpc_elastic.rendezvous.messages import Heartbeat, Waiting
 
 # ---- claims ------------------------------------------------------------------------------
 
@@ -148,6 +149,37 @@ def test_a_newcomer_claims_last():
     newcomer = Agent("7_9", 0, 9, "node9", 1)
     search = Search(agent(newcomer), refused=REFUSED)
     assert search.until_claim(10.0) is not None
+
+
+def test_after_failed_terms_the_pause_grows_and_other_nodes_claim_first():
+    """So that a fault of one node ends no run, and a fault of all is not tried at once again."""
+
+    def claims_at(me: Agent, num_failed: int) -> float:
+        failure = Failure(A.task, A.host, 0, 0, 0.0, "no socket", "TypeError", phase="lead")
+        counters = FailureCounters(failed_terms=(failure,) * num_failed)
+        search = Search(agent(me), entry=replace(ENTRY, counters=counters), refused=REFUSED)
+        when = search.until_claim(60.0)
+        assert when is not None
+        return when
+
+    newcomer = Agent("7_9", 0, 9, "node9", 1)
+    assert claims_at(A, 0) < 1.0
+    pauses = [claims_at(A, n) - claims_at(A, n - 1) for n in (1, 2, 3)]
+    assert pauses[0] > 2.5 and pauses == sorted(pauses) and claims_at(A, 3) < 15.0
+    for num_failed in (1, 2, 3):
+        assert max(claims_at(B, num_failed), claims_at(newcomer, num_failed)) + 1.5 < claims_at(
+            A, num_failed
+        )
+
+
+def test_an_agent_names_the_error_of_the_leader_that_it_does_not_reach():
+    """Its log, and the time-out of its wait, show it."""
+    failure = Failure(A.task, A.host, 0, 0, 0.0, "no socket", "TypeError", phase="lead")
+    f = agent(B)
+    f.tick(0.0)
+    f.log_read(5, replace(ENTRY, counters=FailureCounters(failed_terms=(failure,))), None, 0.0)
+    (news,) = delivered(f.not_connected("refused", 0.1, refused=REFUSED), Waiting)
+    assert news.text == "term 2 has failed: the leader, task 7_0 on node1: TypeError: no socket"
 
 
 def test_an_attempt_to_connect_ends_with_the_claim():

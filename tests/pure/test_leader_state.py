@@ -20,7 +20,14 @@ from hpc_elastic.rendezvous.effects import (
     places,
 )
 from hpc_elastic.rendezvous.leader_state import DRAIN_LEFT_S, LeaderState
-from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RunEnding, claim
+from hpc_elastic.rendezvous.log_entry import (
+    Agent,
+    Failure,
+    FailureCounters,
+    LogEntry,
+    RunEnding,
+    claim,
+)
 from hpc_elastic.rendezvous.messages import (
     CheckpointAnnounced,
     Close,
@@ -39,6 +46,71 @@ from hpc_elastic.site import QueueAdvice, QueueQuestion
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.transport.messages import pack
 from simulation.month import count_items
+
+# ---- its own failures -------------------------------------------------------------------
+
+
+ERROR = Failure("7_9", "node9", 0, 0, 1000.0, "no socket", "TypeError", phase="lead")
+
+
+def test_a_leader_that_fails_records_that_and_steps_down():
+    """The entry changes nothing else; what waited is not done, and nothing else is decided."""
+    leader = training(A, B)
+    at = leader.at
+    note, append = leader.failed(ERROR, drops_append=False)
+    assert note.kind == "leader_failed" and note.fields["host"] == "node9"
+    counters = replace(at.counters, failed_terms=(ERROR,))
+    assert append == Append(replace(at, index=3, counters=counters))
+    assert leader.failed(ERROR, drops_append=False) == [], "once"
+    assert of(say(leader, A, Close(), 2.0), Append) == []
+    assert leader.appended()[0] == StepDown(), "what follows is dropped with the term"
+
+
+def test_a_leader_that_can_make_no_store_closes_no_round():
+    """Its failure takes the index of the round."""
+    leader, entry = closing(A, B)
+    _, append = leader.failed(ERROR, drops_append=True)
+    assert append.entry.index == entry.index and append.entry.round == 0
+    assert append.entry.members == () and not append.needs_store
+    assert leader.appended() == [StepDown()]
+
+
+def test_a_failure_follows_the_entry_that_is_being_appended():
+    """The round may exist, but no agent is sent its place in it."""
+    leader, entry = closing(A, B)
+    assert of(leader.failed(ERROR, drops_append=False), Append) == []
+    (append,) = leader.appended()
+    assert (append.entry.index, append.entry.round) == (3, entry.round)
+    assert append.entry.counters.failed_terms == (ERROR,)
+    assert leader.appended() == [StepDown()]
+
+
+def test_the_last_failure_ends_the_run_for_all_agents():
+    """Its leader publishes the result, and disconnects when they have left."""
+    before = replace(
+        claim(1, None, HERE, 1000.0), counters=FailureCounters(failed_terms=[ERROR] * 3)
+    )
+    leader = leading(before)
+    join(leader, A, 1.0)
+    _, append = leader.failed(ERROR, drops_append=False)
+    assert append.entry.ending.status == "failed"
+    publish, send = leader.appended()
+    assert publish == PublishResult(append.entry) and isinstance(send.message, End)
+    assert say(leader, A, Join(request=2), 3.0)[0].message == send.message
+
+
+@pytest.mark.parametrize("is_appended", [True, False])
+def test_a_run_that_has_ended_does_not_fail_any_more(is_appended):
+    """The agents find the end in the log."""
+    leader = training(A)
+    say(leader, A, Finished(index=2), 2.0)
+    if is_appended:
+        leader.appended()
+        assert leader.failed(ERROR, drops_append=False) == [StepDown()]
+    else:
+        assert leader.failed(ERROR, drops_append=False) == []
+        assert leader.appended() == [StepDown()]
+
 
 # ---- decisions ----------------------------------------------------------------------------
 

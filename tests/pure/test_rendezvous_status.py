@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from groups import A, B, failure
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
-from hpc_elastic.rendezvous.log_entry import Endpoint, LogEntry, RoundRules
+from hpc_elastic.rendezvous.log_entry import Endpoint, Failure, LogEntry, RoundRules
 from hpc_elastic.rendezvous.messages import Failed, Finished, Heartbeat, Join, Reattach
 from hpc_elastic.rendezvous.run_status import status_of
 
@@ -51,6 +51,18 @@ def test_what_is_wrong_with_a_training_that_goes_on_is_a_warning():
     together, loss = status_of(leader)["warnings"]
     assert "ranks 0, 1 with no process group" in together
     assert loss == "the loss is nan at step 4 (rank 0)"
+
+
+def test_failed_terms_are_a_warning_until_there_is_progress():
+    """The next leader shows why its predecessors have failed."""
+    leader = leading()
+    error = Failure("7_0", "node1", 0, 0, 0.0, "no socket", "TypeError", phase="lead")
+    leader.run.policy.term_failed(error)
+    leader.run.policy.term_failed(error)
+    (warning,) = status_of(leader)["warnings"]
+    assert warning.startswith("2 terms in a row failed") and "TypeError: no socket" in warning
+    leader.run.policy.record_step(1)
+    assert status_of(leader)["warnings"] == []
 
 
 def test_metrics_are_the_first_ranks_and_gpus_those_of_all():

@@ -52,6 +52,20 @@ def test_a_failed_run_shows_the_first_failure_in_full(run):
     assert (end.error.failure, end.error.secondary_failures) == (FAILURE, [VICTIM])
 
 
+def test_a_run_whose_leaders_failed_shows_no_ranks(run):
+    """It is the error of an agent; what to do stands below its traceback."""
+    failure = {**FAILURE, "phase": "lead", "exit_code": None, "remedy": "look for a fault"}
+    write(run, status="failed", failure=failure)
+    end = run.read_end()
+    assert end and str(end.error).splitlines()[1:5] == [
+        "first failure: the leader, host node3, task 7_3: ValueError",
+        "    Traceback (most recent call last):",
+        "    ValueError: no loss",
+        "look for a fault",
+    ]
+    assert end.why == "the leader, task 7_3 on node3: ValueError: no loss"
+
+
 def test_a_worker_can_write_no_line_of_ours(run):
     """Nor anything that a terminal obeys: whoever shows the error need not clean it."""
     text = "Traceback\x1b]0;owned\x07\x1b[2J\x9b2K\r\u202e\nthe run succeeded"

@@ -248,6 +248,16 @@ TOLD = {
         [event(10.0, "host_failure", host="node1", strikes=2, why="CUDA error"),
          event(10.0, "excluded", host="node1", why="CUDA error", hosts_left=3)],
         "node1 is not used for up to an hour: CUDA error; 3 other hosts left"),
+    "a leader that fails": (
+        [event(10.0, "leader_failed", host="node1", why="TypeError: no socket", terms=1,
+               again=True, traceback="Traceback")],
+        "the leader on node1 failed: TypeError: no socket; 1 term in a row so far, another "
+        "election follows"),
+    "the last leader that fails": (
+        [event(10.0, "leader_failed", host="node1", why="TypeError: no socket", terms=4,
+               again=False, traceback="Traceback")],
+        "the leader on node1 failed: TypeError: no socket; 4 terms in a row so far, no further "
+        "try"),
     "crash loop": (
         [event(10.0, "crash_loop", attempts=3, checkpoint=None)],
         "the workers failed 3 times in a row without any checkpoint: no further try"),

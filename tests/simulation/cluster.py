@@ -155,6 +155,7 @@ class Env:
         self.shared = SharedFiles(self.storage, shared_monitor, components.fenced_files)
         self.slurm = Slurm(world, scenario.longest_answer_s, scenario.reports_attempts)
         self.severing = random.Random(f"severing {seed}")
+        self.failing = random.Random(f"failing {seed}")
         self.slurm.down += scenario.is_slurm_silent
         self.nodes = [Node(self, slot) for slot in range(scenario.num_nodes)]
         self.works: dict[int, Work] = {}
@@ -222,6 +223,8 @@ class Node(Host):
         self.register = NodeRegister(env.register, self.mount)
         self.ended = False
         """Whether the task has failed or ended for good."""
+        self.makes_no_store = 0
+        """Number of present faults that make its leader fail when a round needs a store."""
         self.agent: AgentProcess | None = None
         self.hostname = f"node{slot}"
         """Host that Slurm chose for the task."""
@@ -861,6 +864,14 @@ class Leader:
             self._files.remove_confirmed()
         self.disconnect_all()
 
+    def fail(self, *, drops_append: bool = False) -> None:
+        """Fail by an error of its own; ``drops_append``: it has made no store for the round."""
+        self._env.world.log_event(self.endpoint.task, "fails as the leader")
+        self._env.monitor.leader_failed()
+        task, host, now = self.endpoint.task, self.host.hostname, self._env.world.now
+        failure = Failure(task, host, 0, 0, now, "planted", "TypeError", phase="lead")
+        self.term.handle(self.leader_state.failed, failure, drops_append)
+
     def disconnect_all(self) -> None:
         """Stop listening, and disconnect all agents; see `Executor`."""
         if self.is_open and self._has_started:
@@ -991,8 +1002,11 @@ class Leader:
             case Disconnect(agent):
                 if agent in self._connections:
                     self._connections.pop(agent).close(SERVER)
-            case Append(entry):
+            case Append(entry, needs_store):
                 env.monitor.appends(entry, self.leader_state.run)
+                if needs_store and self.host.makes_no_store:
+                    env.world.after(0.0, self.process, partial(self.fail, drops_append=True))
+                    return
                 self._creating = entry
                 self._create()
             case Announce():

@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from simulation.cluster import Env, Node
 from simulation.storage import Mount
 from simulation.world import Slurm
 
 _LONGEST_S = 8.0
-_SEVERED = 0.2
-"""Share of schedules in which some pairs of nodes do not reach each other from some time on."""
+_SEVERED, _FAILING = 0.2, 0.2
+"""Share of schedules in which some pairs of nodes do not reach each other from some time on, and
+of those in which leaders fail by errors of their own."""
 
 
 class Faults:
@@ -56,6 +58,8 @@ class Faults:
         if not scenario.is_quiet and rng.random() < _SEVERED:
             for _ in range(rng.choice((1, 1, 1, 2, 3))):
                 world.after(scenario.calm_after_s * rng.random(), None, self._sever, rng)
+        if not scenario.is_quiet and self._env.failing.random() < _FAILING:
+            self._plan_failures(self._env.failing)
         if not scenario.is_quiet:  # notice files
             rng = self._env.storage.rng
             for _ in range(rng.choice((0, 0, 0, 1, 2))):
@@ -63,6 +67,26 @@ class Faults:
                 world.after(at, None, self._request_leave, rng)
         for _ in range(scenario.num_notices):
             world.after(scenario.calm_after_s * world.rng.random(), None, self._give_notice)
+
+    def _plan_failures(self, rng: random.Random) -> None:
+        """Let leaders fail at random times, and nodes make no stores for some time."""
+        world, calm_after_s = self._env.world, self._env.scenario.calm_after_s
+        for _ in range(rng.choice((0, 1, 2, 6))):
+            world.after(calm_after_s * rng.random(), None, self._fail_leaders)
+        nodes = self._env.nodes
+        without = rng.sample(nodes, rng.choice((0, 1, 1, len(nodes))))
+        for node in without:
+            self.count["node without stores"] += 1
+            node.makes_no_store += 1
+            until = calm_after_s * rng.random()
+            world.after(until, None, partial(setattr, node, "makes_no_store", 0))
+
+    def _fail_leaders(self) -> None:
+        for node in self._env.nodes:
+            for leader in node.agent.leaders if node.agent is not None else []:
+                if leader.leads and not leader.process.paused:
+                    self.count["failing leader"] += 1
+                    leader.fail()
 
     def _sever(self, rng: random.Random) -> None:
         """Let two nodes not reach each other any more, in one direction or in both."""

@@ -11,6 +11,8 @@ Rounds     Between min and max members, each task once. Only the leader that cre
 The end    No entry follows the end of the run, and no agent receives another end. It is a
            success only if the function of every rank of the last round has returned.
 Restarts   Never more than ``max_restarts``, nor than workers that failed on their own.
+Failures   A leader that has failed decides nothing after it has recorded that. Each failed term in
+           the log has a planted error, and only `FAILED_TERMS` of them in a row end the run.
 Change     A round that is broken at a checkpoint has made no step beyond it.
 Agreement  When a step is confirmed, no rank has passed it. Each rank saves there, and none saves as
            agreed at a step that was not confirmed. In the calm no rank waits at a proposed step
@@ -30,6 +32,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hpc_elastic.rendezvous.effects import Announce
+from hpc_elastic.rendezvous.failure_policy import FAILED_TERMS
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry
 from hpc_elastic.rendezvous.messages import RoundInfo
 from hpc_elastic.rendezvous.round_state import RoundPhase, RunState
@@ -69,6 +72,7 @@ class Monitor:
         """The last step that all ranks of a round have saved."""
         self.own_failures = 0
         """Workers that have failed on their own."""
+        self._failed_leaders = 0
         self.rounds = 0
         self.elections = 0
         self.fenced = 0
@@ -117,6 +121,7 @@ class Monitor:
             self.elections += 1
             return
         self.check(before.ending is None, "an entry follows the end", before, entry)
+        self._check_failed_terms(before, entry)
         self.check(entry.term >= before.term, "a term went backwards", before, entry)
         if entry.term == before.term:
             self._check_decision(before, entry)
@@ -152,6 +157,25 @@ class Monitor:
             early = [a for a in entry.members if not self._has_returned(a, entry)]
             self.check(not early, "a success before its function had returned", entry, early)
 
+    def _check_failed_terms(self, before: LogEntry, entry: LogEntry) -> None:
+        failed, is_end = entry.counters.failed_terms, entry.ending is not None
+        goes_on = entry.term == before.term and self._records_failure(before)
+        self.check(not goes_on, "a leader that has failed decides", before, entry)
+        enough = self._failed_leaders >= len(failed)
+        self.check(enough, "failed terms without an error", self._failed_leaders, entry)
+        is_last = self._records_failure(entry) and len(failed) >= FAILED_TERMS
+        self.check(is_end or not is_last, "terms fail without end", entry)
+        failure = entry.ending.failure if entry.ending is not None else None
+        by_leaders = failure is not None and failure.phase == "lead"
+        self.check(is_last or not by_leaders, "too few terms have failed for an end", entry)
+
+    def _records_failure(self, entry: LogEntry) -> bool:
+        """Return whether an entry records the failure of its leader."""
+        before = self._by_number.get(entry.index - 1)
+        known = before.counters.failed_terms[-1:] if before is not None else ()
+        failed = entry.counters.failed_terms
+        return bool(failed) and failed[-1:] != known
+
     def _has_returned(self, agent: Agent, entry: LogEntry) -> bool:
         return self._returned.get(agent) == self._round_entry
 
@@ -166,11 +190,16 @@ class Monitor:
         """A leader appends an entry; ``run`` is the state that it follows from."""
         formed = self._by_number.get(self._round_entry)
         goes_on = run.phase is RoundPhase.RUNNING and entry.ending is None
+        goes_on = goes_on and not self._records_failure(entry)
         same = formed is not None and formed.round == entry.round and formed.lost == entry.lost
         same = same and self._round_entry not in self._broken
         self.check(not (goes_on and same), "an entry fences a round that goes on", formed, entry)
 
     # ---- leaders and agents -------------------------------------------------------------
+
+    def leader_failed(self) -> None:
+        """A leader fails by an error of its own."""
+        self._failed_leaders += 1
 
     def announced(self, leader: Endpoint, announce: Announce) -> None:
         """A leader announces a round."""

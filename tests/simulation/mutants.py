@@ -22,13 +22,14 @@ from hpc_elastic.rendezvous.effects import (
     RemoveNotice,
     RenewLease,
     Send,
+    StepDown,
     places,
 )
 from hpc_elastic.rendezvous.failure_policy import FailurePolicy
 from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.group_change import CheckpointBarrier, GroupChange
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
-from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, LogSteps
+from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, LogSteps
 from hpc_elastic.rendezvous.messages import Probed, RoundInfo, RunMessage, Stop
 from hpc_elastic.rendezvous.reachability import Endpoints, Reachability
 from hpc_elastic.rendezvous.round_state import RoundState
@@ -94,6 +95,15 @@ class DecidesWithoutEntry(LeaderState):
 
     def appended(self) -> list[Effect]:
         return []
+
+
+class DecidesAfterItsFailure(LeaderState):
+    """Records its failure, and does not step down."""
+
+    def failed(self, failure: Failure, drops_append: bool) -> list[Effect]:
+        effects = super().failed(failure, drops_append)
+        self._queue = [e for e in self._queue if type(e) is not StepDown]
+        return effects
 
 
 class AlwaysRenewsItsLease(LeaderState):
@@ -439,6 +449,10 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
     "sends no probes": (Components(leader_state=_with_reach(SendsNoProbes)), "no round stands"),
     "trusts one direction": (
         Components(leader_state=_with_reach(TrustsOneDirection)), "no round stands",
+    ),
+    "decides after its failure": (
+        Components(leader_state=DecidesAfterItsFailure),
+        "a leader that has failed decides|no round stands",
     ),
     "claims after the end": (Components(following=ClaimsAfterTheEnd), "an entry follows the end"),
 }  # fmt: skip

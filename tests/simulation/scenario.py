@@ -22,6 +22,8 @@ SLOWEST_FILES_S = 15.0
 """Longest answer time of a slow file system."""
 LONGEST_AWAY_S = 8.0
 """Longest time from the requeue of a task to its start."""
+LONGEST_PAUSE_S = 15.0
+"""Longest pause before an election (`election_pause_s`), and the failure of a last round."""
 _LONGEST_POLL_S, _STAGGER_S, _STRAGGLE_S = 2.0, 1.0, 10.0
 _WHOLE_ELECTIONS = 3
 _GIVEN_BACK = 4

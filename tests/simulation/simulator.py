@@ -14,7 +14,7 @@ from simulation.campaign import Tally
 from simulation.cluster import SOUND, AgentProcess, Components, Env
 from simulation.faults import Faults
 from simulation.invariants import InvariantError, Monitor
-from simulation.scenario import Scenario, with_sizes, with_units
+from simulation.scenario import LONGEST_PAUSE_S, Scenario, with_sizes, with_units
 from simulation.workload import Work
 from simulation.world import World
 
@@ -99,6 +99,8 @@ class Simulator:
         self.world.log_event("world", "is calm from now on")
         self.faults.heal()
         end = self.world.now + self.scenario.bound_s
+        if self.faults.count["failing leader"] or self.faults.count["node without stores"]:
+            end += LONGEST_PAUSE_S
         while not self._has_progressed():
             if self.world.now > end:
                 raise InvariantError(self._complaint())

@@ -9,9 +9,12 @@ from pathlib import Path
 from hpc_elastic.errors import HpcElasticError, RunDirectoryError
 from hpc_elastic.run import ownership
 from hpc_elastic.run.directory import ArrayFiles, Pool, RunDir, RunSpec
+from hpc_elastic.run.task_name import job_of
 from hpc_elastic.shared_files import read_text
 from hpc_elastic.slurm import run_tasks, scheduler
+from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import REPLACEMENT, SlurmEnvironment
+from hpc_elastic.slurm.job_state import Phase
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,9 @@ class Task:
 def find_task(array: Path, slurm: SlurmEnvironment) -> Task:
     """Look up the run and the node of this task.
 
-    Raises HpcElasticError if this process is no task of that array, others may write it, it or the
-    run cannot be read, or a variable that the task will need is malformed.
+    Raises HpcElasticError if this process is no task of that array, another job runs its script,
+    others may write it, it or the run cannot be read, or a variable that the task will need is
+    malformed.
     """
     # read once what the agent will read later, far from where an error could be explained
     _ = slurm.task_name, slurm.restart_count, slurm.node_name, slurm.cpus_on_node
@@ -77,12 +81,29 @@ def find_task(array: Path, slurm: SlurmEnvironment) -> Task:
     files = ArrayFiles.of(array)
     if files.job_id is None:  # submitted by hand
         files.submitted_as(str(job_id))
-    if is_coallocated:
-        scheduler.record_job_nodes(files, slurm)
     run = RunDir(Path(runs[index]["dir"]))
     spec = ownership.load_own(run, run.rdzv, run.first_term, run.event_logs, run.tasks, run.hydra)
     superseded = spec.generation > 0 and (files.number, index) not in spec.tasks
     if REPLACEMENT in slurm.variables:  # its answer may have been lost, and another one submitted
         superseded = superseded or not run_tasks.is_recorded(spec, slurm.task_name)
+    elif not (superseded or files.job_id == str(job_id)):
+        _require_sole_job(run, spec, slurm.task_name)
+    if is_coallocated:
+        scheduler.record_job_nodes(files, slurm)
     slot = int(runs[index]["slot"])
     return Task(run, spec, slot, slurm, is_coallocated, len(runs), superseded)
+
+
+def _require_sole_job(run: RunDir, spec: RunSpec, task: str) -> None:
+    """Refuse a job whose script was submitted by hand while the run's own job waits or runs."""
+    if run_tasks.is_recorded(spec, task):
+        return
+    job, states = job_of(task), SlurmClient().tasks(run_tasks.jobs_of(spec)).values()
+    for state in states:
+        if state.phase is not Phase.ENDED:
+            raise RunDirectoryError(
+                f"job {job} has the script of job {job_of(state.task)}, whose task {state.task} is "
+                f"{state.state}: it would have the places of the same run; `scancel {job}`. To "
+                f"change the nodes of the run: `hpc-elastic cancel {run.path}`, then `hpc-elastic "
+                f"resume {run.path} nodes=...`"
+            )

@@ -10,7 +10,10 @@ from hpc_elastic.agent import task_main as start_module
 from hpc_elastic.agent.task_context import find_task
 from hpc_elastic.errors import HpcElasticError, RunDirectoryError, SlurmEnvironmentError
 from hpc_elastic.run.directory import Entry, RunDir
-from hpc_elastic.slurm.environment import SlurmEnvironment
+from hpc_elastic.shared_files import make_folder
+from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.environment import REPLACEMENT, SlurmEnvironment
+from hpc_elastic.slurm.job_state import TaskState
 from specs import spec_of
 
 ARRAY_TASK = {
@@ -79,6 +82,49 @@ def test_a_job_id_that_is_there_is_left_alone(array):
     before = file.with_suffix(".jobid").stat().st_mtime_ns
     find_task(file, SlurmEnvironment(ARRAY_TASK))
     assert file.with_suffix(".jobid").stat().st_mtime_ns == before
+
+
+@pytest.fixture
+def queue(monkeypatch):
+    """The tasks of job 60 that Slurm lists."""
+    states: dict[str, TaskState] = {}
+    monkeypatch.setattr(SlurmClient, "tasks", lambda self, jobs: states if jobs == ["60"] else {})
+    return states
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "PENDING"])
+def test_a_second_job_of_the_same_script_is_refused(array, queue, monkeypatch, capsys, state):
+    """Its tasks would have the slots of the first one; the line names both jobs."""
+    file = array()
+    file.with_suffix(".jobid").write_text("60\n")
+    queue["60_0"] = TaskState("60_0", state)
+    for name, value in ARRAY_TASK.items():
+        monkeypatch.setenv(name, value)
+    assert start_module.start([str(file)], None) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "job 70" in line and "job 60" in line and f"60_0 is {state}" in line
+    assert "scancel 70" in line and "hpc-elastic resume" in line
+
+
+def test_a_script_may_be_submitted_again_once_its_first_job_has_ended(array, queue):
+    """Its tasks were cancelled, for one."""
+    file = array()
+    file.with_suffix(".jobid").write_text("60\n")
+    queue["60_0"] = TaskState("60_0", "CANCELLED")
+    assert find_task(file, SlurmEnvironment(ARRAY_TASK)).name == "70_1"
+
+
+def test_a_task_that_replaces_another_is_no_second_job(array, queue):
+    """It is the same script, submitted by the run itself."""
+    file = array()
+    file.with_suffix(".jobid").write_text("60\n")
+    queue["60_0"] = TaskState("60_0", "RUNNING")
+    variables = {**ARRAY_TASK, REPLACEMENT: "1"}
+    assert find_task(file, SlurmEnvironment(variables)).superseded, "not recorded yet"
+    make_folder(file.with_suffix(".replaced"))
+    (file.with_suffix(".replaced") / "1.1").write_text("70")
+    assert not find_task(file, SlurmEnvironment(variables)).superseded
+    assert not find_task(file, SlurmEnvironment(ARRAY_TASK)).superseded
 
 
 @pytest.mark.parametrize(

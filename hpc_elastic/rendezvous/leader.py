@@ -46,8 +46,8 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _RETRY_S = 0.5
-_STORE_TRIES = 10
-"""A leader that can make no store in this number of tries gives up its term: another may."""
+_STORE_TRIES = 120
+"""A leader that can make no store in a minute gives up its term: another may."""
 _LONGEST_TEXT = 4000
 """Of the message and of the traceback of an error of its own."""
 _GARBAGE = 50_000
@@ -492,7 +492,7 @@ class LeaderTiming:
 class LeaderScheduler(Protocol):
     """The scheduler and the run's processes. All calls but the last may block.
 
-    If `make_store` raises `OSError`, it is called again, for some seconds. Any other error of it
+    If `make_store` raises `OSError`, it is called again, for a minute. Any other error of it
     ends the term, and none of the others does.
     """
 

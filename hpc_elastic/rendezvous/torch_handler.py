@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStateError,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
@@ -70,10 +71,15 @@ class SlurmRendezvousHandler(RendezvousHandler):
         join_timeout_s: float,
         *,
         stores: RoundStores | None = None,
+        is_torchrun: bool = False,
     ) -> None:
-        """Join a run; ``stores`` are for this node's workers if they are a replica."""
+        """Join a run; ``stores`` are for this node's workers if they are a replica.
+
+        ``is_torchrun``: torch's own agent has no other way to the error of a run that has failed.
+        """
         self.session = session
         self._stores = stores
+        self._is_torchrun = is_torchrun
         self.round: RoundInfo | None = None
         """The last round with a place for this agent; None before the first."""
         self.server: tuple[str, int] | None = None
@@ -97,6 +103,7 @@ class SlurmRendezvousHandler(RendezvousHandler):
             RendezvousTimeoutError: No round closed in time; the message names what is missing.
             RendezvousGracefulExitError: The run has ended, or this node must requeue or has left.
             RendezvousClosedError: An agent has closed the rendezvous.
+            RendezvousStateError: With torchrun: the run has failed.
         """
         while True:
             mine = self._stores.make() if self._stores is not None else ("", 0)
@@ -111,6 +118,8 @@ class SlurmRendezvousHandler(RendezvousHandler):
                     raise RendezvousGracefulExitError(f"this node leaves the run: {reason.value}")
                 case End("closed"):
                     raise RendezvousClosedError("the rendezvous has been closed")
+                case End("failed", failure) if self._is_torchrun:
+                    raise RendezvousStateError(f"the run has failed: {failure}")
                 case End(status):
                     raise RendezvousGracefulExitError(f"the run has {status}")
             self.round = outcome
@@ -258,7 +267,7 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
         timing=LeaderTiming.of(mount),
     )  # fmt: skip
     session = Session(me, LeaderCandidate(interface.address, context, lambda _: None))
-    return SlurmRendezvousHandler(session, parameters.run_id, join_timeout_s)
+    return SlurmRendezvousHandler(session, parameters.run_id, join_timeout_s, is_torchrun=True)
 
 
 def _make_step_folder(steps: Path, run_id: str) -> RunDir:

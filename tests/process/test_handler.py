@@ -9,9 +9,12 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousGracefulExitError,
     RendezvousInfo,
+    RendezvousStateError,
     RendezvousTimeoutError,
 )
 
+from hpc_elastic.rendezvous.failure_policy import FAILED_TERMS
+from hpc_elastic.rendezvous.log_entry import Failure
 from hpc_elastic.rendezvous.messages import Finished
 from hpc_elastic.rendezvous.torch_handler import RoundStores, SlurmRendezvousHandler
 
@@ -60,7 +63,7 @@ def test_a_store_listens_at_its_address_only():
 
 
 def test_a_store_that_torch_cannot_start_is_tried_again_by_the_leader(monkeypatch):
-    """Where strangers hold all descriptors, it is an OSError, which ends no leader."""
+    """Where strangers hold all descriptors, it is an OSError, which ends no term for a minute."""
 
     def refuse(*_: object, **__: object) -> None:
         raise DistStoreError("Too many open files")
@@ -101,6 +104,25 @@ def test_closed_is_closed_for_everybody(run):
     for h in (a, b):
         with pytest.raises(RendezvousClosedError):
             h.next_rendezvous()
+
+
+def test_torchrun_fails_with_the_error_of_a_run_that_has_failed(run):
+    """It knows the end from nowhere else; the agents of a run read the result."""
+    g = run(max_nodes=1)
+    (h,) = handlers(g, 1)
+    alone = SlurmRendezvousHandler(h.session, "run 7", PATIENCE_S, is_torchrun=True)
+
+    def make_store() -> tuple[str, int]:
+        raise TypeError("torch takes no socket")
+
+    g.make_store = make_store
+    failed = Failure("7_0", "node0", 0, 0, 0.0, "before", "TypeError", phase="lead")
+    eventually(lambda: h.session._leader is not None)
+    h.session._leader._state.run.policy.failed_terms = (failed,) * (FAILED_TERMS - 1)
+    with pytest.raises(RendezvousStateError, match="torch takes no socket"):
+        alone.next_rendezvous()
+    with pytest.raises(RendezvousGracefulExitError):
+        h.next_rendezvous()
 
 
 def test_shutdown_closes_the_rendezvous(run):

@@ -276,11 +276,13 @@ class FailurePolicy:
 
     def term_failed(self, failure: Failure) -> tuple[Note, RunEnding | None]:
         """Record the failure of the present leader; return its event, and the end of the run."""
+        text = failure.message.partition("\n")[0]  # the traceback has the others
+        failure = replace(failure, message=text)
         self.failed_terms = (*self.failed_terms, replace(failure, traceback=None))
         num_failed, hosts = len(self.failed_terms), {f.host for f in self.failed_terms}
         is_last = num_failed >= FAILED_TERMS
         note = Note("leader_failed", {
-            "host": failure.host, "why": f"{failure.exception}: {failure.message}",
+            "host": failure.host, "why": f"{failure.exception}: {text}",
             "traceback": failure.traceback, "terms": num_failed, "again": not is_last,
         })  # fmt: skip
         if not is_last:
@@ -288,10 +290,7 @@ class FailurePolicy:
         remedy = "several nodes failed as leaders: look for what they share"
         if len(hosts) == 1:
             remedy = f"no node but {failure.host} was there to lead: look for a fault of this node"
-        first_line = failure.message.partition("\n")[0]
-        message = (
-            f"{first_line} ({num_failed} terms in a row failed, on {', '.join(sorted(hosts))})"
-        )
+        message = f"{text} ({num_failed} terms in a row failed, on {', '.join(sorted(hosts))})"
         remedy += (
             ", such as the versions of Python and torch, the limits of open files and processes, "
             "and the space on its disks; then go on with `hpc-elastic resume`"

@@ -56,11 +56,9 @@ def fails(m: RoundState, agent, message: str, now: float) -> list:
 
 
 def error_of(agent: Agent, time: float) -> Failure:
-    """The error of an agent as the leader."""
-    lines = "Traceback: here\nTypeError: no socket"
-    return Failure(
-        agent.task, agent.host, 0, 0, time, "no socket", "TypeError", lines, phase="lead"
-    )
+    """The error of an agent as the leader; the first line of its text is shown."""
+    text, lines = "no socket\nframe #0: here", "Traceback: here\nTypeError: no socket"
+    return Failure(agent.task, agent.host, 0, 0, time, text, "TypeError", lines, phase="lead")
 
 
 def test_the_fourth_failed_term_in_a_row_ends_the_run():

@@ -56,8 +56,8 @@ READ_BY_THEMSELVES = {
          "doctor/probe_task.py"), "the probe's folder, which it has made",
     ),
     **dict.fromkeys(
-        ("launcher/user_code.py", "launcher/submit.py", "cli/init.py", "agent/main_block.py",
-         "agent/command.py"),
+        ("launcher/user_code.py", "launcher/submit.py", "cli/init.py", "cli/submit.py",
+         "agent/main_block.py", "agent/command.py"),
         "the user's own scripts",
     ),
     "launcher/detach.py": "a file that this process has made",

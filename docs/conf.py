@@ -18,6 +18,8 @@ include_patterns = [
     "benchmarks/RESULTS.md",
     "tools/*/README.md",
     "examples/README.md",
+    "examples/start/SKILL.md",
+    "tests/README.md",
 ]
 exclude_patterns = ["docs/_build/**"]
 templates_path = ["_templates"]

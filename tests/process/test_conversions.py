@@ -189,7 +189,9 @@ def test_a_node_whose_shared_memory_was_cleared_goes_on(tmp_path):
     (tmp_path / "clears.py").write_text(CLEARS)
     with CommandRun(tmp_path, "python", "clears.py", settings=("--nodes", "1")) as run:
         assert run.wait() == 0, run.output()
-    assert "'owner'" in (output := run.command("logs", "RUN", "--agent").stdout) and "0o700" in output
+    assert (
+        "'owner'" in (output := run.command("logs", "RUN", "--agent").stdout) and "0o700" in output
+    )
     assert "RemoveIPC=no" in output
 
 

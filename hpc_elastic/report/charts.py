@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,16 +18,18 @@ from typing import Any
 
 from hpc_elastic._util import node_time
 from hpc_elastic.report.node_time import KINDS
-from hpc_elastic.run.task_name import index_of, job_of
+from hpc_elastic.report.progress_log import TRAINING
+from hpc_elastic.report.sentences import naturally
 
 Spec = dict[str, Any]
 Values = Mapping[str, Any]
+Points = Sequence[tuple[Any, ...]]
 
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing is fetched
 _COLUMNS, _MARKS = 800, 200
 """Points of a line, and marks beside each other, that are distinct to the eye."""
 MOST_LANES = 150
-"""Largest number of tasks that are drawn."""
+"""Largest number of nodes that are drawn."""
 _LANE = ((20, 20), (40, 13), (MOST_LANES, 7))
 """Largest number of lanes -> height of a lane in pixels."""
 LOST = ("node_lost", "agent_failed", "silence")
@@ -52,7 +55,7 @@ def charts(report: Values) -> list[Chart]:
     found = [
         _bar(report), _lanes(report, begin), _group(report, begin), _step(report, begin),
         _loss(report, begin), _throughput(report, begin),
-        _series_chart(report, begin, "gpus", values_of(report, "gpu_use"), "GPU use"),
+        _series_chart(report, begin, "gpus", values_of(report, "gpu_use"), "GPU use", zero=True),
         *_metrics(report, begin),
     ]  # fmt: skip
     return [chart for chart in found if chart is not None]
@@ -102,29 +105,40 @@ def _kinds() -> Spec:
 # ---- the timeline of nodes ----------------------------------------------------------------
 
 
-def lanes_of(report: Values) -> list[str]:
-    """Return the tasks that are drawn, in order of their names."""
-    names = {node["task"] for node in report["nodes"]} | {w["task"] for w in report["queue"]}
+Lanes = Mapping[tuple[str, str], str]
+"""Host and task -> the name of its lane, in order."""
 
-    def order(name: str) -> tuple[Any, ...]:
-        """Sort 7_2 before 7_10."""
-        index = index_of(name)
-        return (name, 1, 0) if index is None else (job_of(name), 0, index)
 
-    return sorted(names, key=order)[:MOST_LANES]
+def lanes_of(report: Values) -> Lanes:
+    """Return the lanes: of a node, or of each of several tasks that shared it at a time.
+
+    A task that was on no node has a lane of its own, of host ``""``.
+    """
+    held: dict[str, list[Values]] = {}
+    for node in report["nodes"]:  # in order of their beginning
+        held.setdefault(node["host"], []).append(node)
+    started = {node["task"] for node in report["nodes"]}
+    pairs = {(node["host"], node["task"]) for node in report["nodes"]}
+    pairs |= {("", wait["task"]) for wait in report["queue"] if wait["task"] not in started}
+    alone = {
+        host for host, nodes in held.items()
+        if all(m["task"] == n["task"] or m["end"] <= n["begin"] for m, n in pairwise(nodes))
+    }  # fmt: skip
+    return {
+        (host, task): host if host in alone else f"{host} task {task}".strip()
+        for host, task in sorted(pairs, key=lambda p: (not p[0], *map(naturally, p)))
+    }
 
 
 def _lanes(report: Values, begin: float) -> Chart | None:
-    lanes = lanes_of(report)
+    of_pairs = lanes_of(report)
+    lanes = list(dict.fromkeys(of_pairs.values()))[:MOST_LANES]
     if not lanes:
         return None
+    names = {pair: lane for pair, lane in of_pairs.items() if lane in lanes}
     shortest_s = max(0.001, (report["about"]["until"] - begin) / _COLUMNS)
     height = next(high for most, high in _LANE if len(lanes) <= most)
-    jobs = {f"{job_of(name)}_" for name in lanes}
-    one_job = jobs.pop() if len(jobs) == 1 else None  # then its id is left out
-    labels = {name: f"task {name.removeprefix(one_job)}" if one_job else name for name in lanes}
-    y = {"field": "task", "type": "nominal", "title": " ",
-         "scale": {"domain": list(labels.values())},
+    y = {"field": "node", "type": "nominal", "title": " ", "scale": {"domain": lanes},
          "axis": {"labelOverlap": True, "labelLimit": 90, "ticks": False}}  # fmt: skip
     from_ms = clock_ms(begin)
     moments = [
@@ -135,54 +149,61 @@ def _lanes(report: Values, begin: float) -> Chart | None:
     moments.append({"calculate": f"datum.end_ms + {500 * shortest_s}", "as": "drawn_ms"})
     told = {"calculate": "utcFormat(datum.begin_ms, '%b %d %H:%M:%S') + ' to '"
             " + utcFormat(datum.end_ms, '%H:%M:%S')", "as": "when"}  # fmt: skip
-    time = {"data": _table(_rows(report, begin, shortest_s, labels)),
+    time = {"data": _table(_rows(report, begin, shortest_s, names)),
             "transform": [*moments, told],
             "mark": {"type": "bar", "height": {"band": 0.86}},
             "encoding": {"y": y, "x": {**_TIME, "field": "begin_ms"}, "x2": {"field": "drawn_ms"},
                          "color": _kinds(),
-                         "tooltip": [{"field": name} for name in ("task", "node", "kind", "when")],
+                         "tooltip": [{"field": name} for name in ("node", "task", "kind", "when")],
                          }}  # fmt: skip
-    ends = {"data": {"values": list(_ends(report, labels))},
+    ends = {"data": {"values": list(_ends(report, names))},
             "mark": {"type": "point", "size": 3 * height},
             "encoding": {"y": y, "x": _axis(report, begin),
                          "shape": {"field": "lost", "type": "nominal", "legend": None,
                                    "scale": {"domain": ["announced", "lost"],
                                              "range": ["triangle-down", _CROSS]}},
                          "tooltip": [{"field": name} for name in
-                                     ("task", "node", "attempt", "joined", "left", "why")],
+                                     ("node", "task", "attempt", "joined", "left", "why")],
                          }}  # fmt: skip
     spec = {"layer": [time, ends]}
     return Chart("lanes", spec, max(40, height * len(lanes)))
 
 
 def _rows(
-    report: Values, begin: float, shortest_s: float, labels: Mapping[str, str]
+    report: Values, begin: float, shortest_s: float, lanes: Lanes
 ) -> Iterator[tuple[str, str, str, float, float]]:
-    """Yield the bars of all lanes: task, node, kind, and seconds since the start."""
-    for wait in report["queue"]:
-        if wait["task"] in labels:
-            ends = round(wait["begin"] - begin, 1), round(wait["end"] - begin, 1)
-            yield labels[wait["task"]], "", QUEUE, *ends
+    """Yield the bars of all lanes: lane, task, kind, and seconds since the start."""
+    held: dict[str, list[Values]] = {}
     for node in report["nodes"]:
-        if node["task"] not in labels:
+        held.setdefault(node["task"], []).append(node)
+    for wait in report["queue"]:  # below the other bars of the task's last node, or of its first
+        of_task = held.get(wait["task"], [])
+        at = max(0, bisect_right(of_task, wait["begin"], key=lambda node: node["begin"]) - 1)
+        lane = lanes.get((of_task[at]["host"] if of_task else "", wait["task"]))
+        if lane is not None:
+            ends = round(wait["begin"] - begin, 1), round(wait["end"] - begin, 1)
+            yield lane, wait["task"], QUEUE, *ends
+    for node in report["nodes"]:
+        lane = lanes.get((node["host"], node["task"]))
+        if lane is None:
             continue
         for i in thinned_stretches(node["intervals"], shortest_s):
             ends = round(i["begin"] - begin, 1), round(i["end"] - begin, 1)
-            yield labels[node["task"]], node["host"], i["kind"], *ends
+            yield lane, node["task"], i["kind"], *ends
 
 
-def _ends(report: Values, labels: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def _ends(report: Values, lanes: Lanes) -> Iterator[dict[str, Any]]:
     """Yield the marks of all lanes; the first of alike ones that would cover each other."""
     shown = [n for n in report["nodes"] if n["ended_by"] not in (None, "end")]
     by_place = {
-        (n["task"], n["ended_by"] in LOST, column): n
+        (lanes.get((n["host"], n["task"])), n["ended_by"] in LOST, column): n
         for column, nodes in _by_column(report, shown, "end") for n in reversed(nodes)
     }  # fmt: skip
-    for (task, is_lost, _), node in by_place.items():
-        if task not in labels:
+    for (lane, is_lost, _), node in by_place.items():
+        if lane is None:
             continue
         yield {
-            "task": labels[task], "time": clock_ms(node["end"]), "node": node["host"],
+            "node": lane, "time": clock_ms(node["end"]), "task": node["task"],
             "attempt": node["attempt"], "joined": moment(node["begin"]),
             "left": moment(node["end"]), "why": node["ended_by"],
             "lost": "lost" if is_lost else "announced",
@@ -219,7 +240,7 @@ def _step(report: Values, begin: float) -> Chart | None:
     steps = values_of(report, "step")
     if len(steps) < 2:
         return None
-    layers = [_faults(report), _line(report, begin, steps, "step")]
+    layers = [_faults(report), _line(report, begin, steps, "step", "step", {"zero": True})]
     if report["checkpoints"]["announced"]:  # Vega warns of a scale without values
         layers.append(_checkpoints(report))
     return Chart("step", {"layer": layers}, 180)
@@ -231,7 +252,9 @@ def _loss(report: Values, begin: float) -> Chart | None:
         return None
     low, high = min(y for _, y in losses), max(y for _, y in losses)
     is_wide = low > 0 and high / low > 30
-    line = _line(report, begin, losses, "loss", logarithmic=is_wide)
+    scale: Spec = {"type": "log", "nice": False} if is_wide else {"zero": False}
+    title = "loss (logarithmic)" if is_wide else "loss"
+    line = _line(report, begin, losses, "loss", title, scale)
     return Chart("loss", {"layer": [_faults(report), line]}, 150)
 
 
@@ -240,7 +263,7 @@ def _throughput(report: Values, begin: float) -> Chart | None:
     for key, title in (("samples_per_s", "samples/s"), ("steps_per_s", "steps/s")):
         values = values_of(report, key)
         if any(value for _, value in values):
-            return _series_chart(report, begin, "throughput", values, title)
+            return _series_chart(report, begin, "throughput", values, title, zero=True)
     return None
 
 
@@ -261,22 +284,17 @@ def values_of(report: Values, key: str) -> list[tuple[float, float]]:
 
 
 def _series_chart(
-    report: Values, begin: float, name: str, values: Sequence[tuple[float, float]], title: str
+    report: Values, begin: float, name: str, values: Points, title: str, *, zero: bool = False
 ) -> Chart | None:
     if len(values) < 2:
         return None
-    line = _line(report, begin, values, "value", title)
+    line = _line(report, begin, values, "value", title, {"zero": zero})
     return Chart(name, {"layer": [_faults(report), line]}, 90, title)
 
 
-def _line(
-    report: Values, begin: float, points: Sequence[tuple[float, float]], name: str,
-    title: str = "", *, logarithmic: bool = False,
-) -> Spec:  # fmt: skip
-    kept = series(points, _COLUMNS)
-    title = f"{name} (logarithmic)" if logarithmic else title or name
-    scale = {"type": "log", "nice": False} if logarithmic else {"zero": name == "step"}
-    values = [(round(t - begin, 1), y) for t, y in kept]
+def _line(report: Values, begin: float, points: Points, name: str, title: str, scale: Spec) -> Spec:
+    shape = _with_falls if name == "step" else _with_gaps
+    values = [(round(t - begin, 1), y) for t, y in shape(report, points)]
     return {
         "data": _table(values, ("seconds", name)),
         "transform": [
@@ -291,6 +309,27 @@ def _line(
             "tooltip": [{"field": name, "title": title}, {"field": "when"}],
         },
     }  # fmt: skip
+
+
+def _with_falls(_: Values, points: Points) -> Iterable[tuple[Any, ...]]:
+    """Return a line that falls where the training resumed from an earlier step."""
+    falls = [(t, before) for (_, before), (t, step) in pairwise(points) if step < before]
+    return series(sorted([*falls, *points], key=lambda point: point[0]), _COLUMNS)
+
+
+def _with_gaps(report: Values, points: Points) -> Iterable[tuple[Any, ...]]:
+    """Return a line with visible gaps, by a point without a value, where nothing was trained."""
+    progress, times = report["progress"], [t for t, _ in points]
+    counts = any(p["step"] is not None for p in progress)
+    pauses = [
+        p["time"] for p in progress if p["phase"] != TRAINING or (counts and p["step"] is None)
+    ]
+    shortest_s = (times[-1] - times[0]) / _COLUMNS
+    after = {bisect_right(times, t): t for t in pauses if times[0] < t < times[-1]}
+    gaps = {i: t for i, t in after.items() if times[i] - times[i - 1] > shortest_s}
+    edges = [point for i in gaps for point in points[i - 1 : i + 1]]
+    drawn = {*series(points, _COLUMNS), *edges, *((t, None) for t in gaps.values())}
+    return sorted(drawn, key=lambda point: float(point[0]))
 
 
 def _faults(report: Values) -> Spec:
@@ -359,7 +398,7 @@ _TIME = {"field": "time", "type": "temporal", "scale": {"type": "utc"}}
 
 def _table(
     rows: Iterable[Sequence[object]],
-    names: Sequence[str] = ("task", "node", "kind", "begin", "end"),
+    names: Sequence[str] = ("node", "task", "kind", "begin", "end"),
 ) -> Spec:
     """Return rows as a table, a third of the size of objects; `expanded` makes objects of it."""
     return {"table": {"names": list(names), "rows": [list(row) for row in rows]}}
@@ -475,8 +514,8 @@ def thinned_stretches(intervals: Iterable[Stretch], shortest_s: float) -> list[S
     return found
 
 
-def series(points: Sequence[tuple[float, float]], columns: int) -> list[tuple[float, float]]:
-    """Return fewer points of a line that look the same at a width in pixels.
+def series(points: Points, columns: int) -> list[tuple[Any, ...]]:
+    """Return fewer points of a line, (x, y) and perhaps more, that look the same at a width.
 
     The first, last, lowest and highest point of each column are kept (Jugel et al., "M4: A
     Visualization-Oriented Time Series Data Aggregation", VLDB 2014).
@@ -486,7 +525,7 @@ def series(points: Sequence[tuple[float, float]], columns: int) -> list[tuple[fl
     begin, end = points[0][0], points[-1][0]
     width = (end - begin) / columns or 1.0
     by_column: dict[int, list[int]] = {}
-    for index, (x, _) in enumerate(points):
+    for index, (x, *_) in enumerate(points):
         by_column.setdefault(min(columns - 1, int((x - begin) / width)), []).append(index)
     kept: set[int] = set()
     for indexes in by_column.values():

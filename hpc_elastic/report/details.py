@@ -350,9 +350,9 @@ def _about(details: RunDetails) -> About:
         submitted=view.submitted, until=view.now if ended is None else ended.time,
         ended=None if ended is None else ended.to_json(),
         min_nodes=details.nodes and details.nodes[1], max_nodes=details.nodes and details.nodes[2],
-        restarts=view.restarts[0], max_restarts=view.restarts[1],
-        rounds=details.round, step=status.step, total_steps=status.total_steps,
-        samples=status.samples, loss=status.loss,
+        restarts=view.restarts[0] if view.status or ended or view.phase == "queued" else None,
+        max_restarts=view.restarts[1] or (0 if spec else None), rounds=details.round,
+        step=status.step, total_steps=status.total_steps, samples=status.samples, loss=status.loss,
         steps_per_s=details.pace.steps_per_s, remaining_s=details.pace.remaining_s,
     )  # fmt: skip
 
@@ -386,7 +386,7 @@ def _failures(details: RunDetails) -> Sequence[WorkerFailure]:
     return found
 
 
-def _kept(run: RunDir, notes: list[str]) -> list[dict[str, Any]]:
+def _kept(run: RunDir, notes: list[str]) -> list[dict[str, Any]] | None:
     try:
         stores = [Store(directory) for directory in directories_of(run)]
         return [
@@ -396,7 +396,7 @@ def _kept(run: RunDir, notes: list[str]) -> list[dict[str, Any]]:
         ]
     except OSError as e:
         notes.append(f"the checkpoints cannot be listed: {e}")
-        return []
+        return None
 
 
 def _configuration(details: RunDetails, notes: list[str]) -> Configuration:

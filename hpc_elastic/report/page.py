@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import secrets
 import time
 from collections import Counter
@@ -21,6 +22,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from hpc_elastic._util import counted, duration, node_time
+from hpc_elastic.config.schema import BACKENDS, NodeRange, RunSettings
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.report import charts
 from hpc_elastic.report.timeline import lost_steps
@@ -61,7 +63,8 @@ def card_html(report: Mapping[str, Any]) -> str:
     if about["remaining_s"]:
         shown.append(("Left", duration(about["remaining_s"]), "at this pace"))
     return _template("card.html.j2").render(
-        r=report, about=about, tiles=shown, line=_polyline(losses), moment=charts.moment,
+        r=report, about=about, title=title_of(report), tiles=shown, line=_polyline(losses),
+        moment=charts.moment,
         last=report["timeline"][-_NUM_LAST:],
     )  # fmt: skip
 
@@ -81,7 +84,7 @@ def _polyline(points: Sequence[tuple[float, float]]) -> str:
 
 def live_problem(text: str) -> str:
     """Return what a live page shows if there is no report."""
-    return str(Markup('<main><p class="note">{}</p></main>').format(text))
+    return str(Markup('<main><p class="problem">{}</p></main>').format(text))
 
 
 def chart_configs() -> dict[str, dict[str, Any]]:
@@ -126,20 +129,30 @@ def _values(report: Mapping[str, Any], drawn: Iterable[charts.Chart]) -> dict[st
     faults = [change for change in report["changes"] if change["fault"]]
     costliest = sorted(faults, key=lambda change: -change["node_s"])[:SHOWN_AT_ONCE]
     return dict(
-        r=report, counted=counted, duration=duration, node_time=node_time,
+        r=report, counted=counted, duration=duration, node_time=node_time, title=title_of(report),
         UNKNOWN=charts.UNKNOWN, moment=charts.moment, number=charts.number, share=charts.share,
-        zone=time.strftime("%Z") or "local time",
-        about=report["about"], spent=report["spent"],
+        has_no_events=has_no_events(report), zone=time.strftime("%Z") or "local time",
+        about=report["about"], spent=report["spent"], as_yaml=as_yaml,
         begin=charts.begin_of(report), tiles=tiles(report),
         kinds=charts.SPENT_ON, colours=charts.KIND, page=charts.PAGE,
         charts={chart.name: chart for chart in drawn},
-        undrawn=max(0, len({n["task"] for n in report["nodes"]}) - charts.MOST_LANES),
-        lanes=charts.lanes_of(report), causes=by_cause(report["changes"]),
+        undrawn=max(0, len(set(charts.lanes_of(report).values())) - charts.MOST_LANES),
+        causes=by_cause(report["changes"]), failures=alike(report["failures"]),
+        settings=unusual(report["configuration"]["settings"]),
         costliest=sorted(costliest, key=lambda change: change["time"]), at_once=SHOWN_AT_ONCE,
         departures=Counter(n["ended_by"] for n in report["nodes"] if n["ended_by"]).most_common(),
         fullest=max((p["gpu_memory"] or 0.0 for p in report["progress"]), default=0.0),
-        as_yaml=as_yaml,
     )  # fmt: skip
+
+
+def title_of(report: Mapping[str, Any]) -> str:
+    """Return the parameters by which people distinguish the run; without any, its id."""
+    return str(report["about"]["overrides"] or report["about"]["run_id"])
+
+
+def has_no_events(report: Mapping[str, Any]) -> bool:
+    """Return whether the run has started, though no event of it is known."""
+    return not report["timeline"] and bool(report["progress"] or report["about"]["ended"])
 
 
 def tiles(report: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
@@ -147,7 +160,12 @@ def tiles(report: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
     about, spent, begin = report["about"], report["spent"], charts.begin_of(report)
     number, share = charts.number, charts.share
     faults = [change for change in report["changes"] if change["fault"]]
-    announced = report["checkpoints"]["announced"]
+    saved, kept = len(report["checkpoints"]["announced"]), report["checkpoints"]["kept"]
+    is_silent = report["timeline"] and not report["progress"]
+    spends = node_time(spent["node_s"]), f"and {node_time(spent['queue_s'])} in the queue"
+    lost = number(len(faults)), lost_steps(_losses(faults))
+    if has_no_events(report):
+        spends, lost = (charts.UNKNOWN, "no event is known"), (charts.UNKNOWN, "")
     of_total = f"of {number(about['total_steps'])}" if about["total_steps"] else ""
     left = f", {duration(about['remaining_s'])} to go" if about["remaining_s"] else ""
     took = duration(about["until"] - begin) if begin is not None else charts.UNKNOWN
@@ -155,14 +173,13 @@ def tiles(report: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
     return (
         ("Goodput", share(spent["goodput"]), what),
         ("Lasted", took, "so far" if about["ended"] is None else ""),
-        ("Node time", node_time(spent["node_s"]),
-         f"and {node_time(spent['queue_s'])} in the queue"),
+        ("Node time", *spends),
         ("Step", number(about["step"]), of_total + left),
         ("Loss", number(about["loss"]), "the last that was reported"),
-        ("Faults", number(len(faults)), lost_steps(_losses(faults))),
-        ("Checkpoints", number(len(announced)),
-         f"saved; {number(len(report['checkpoints']['kept']))} on disk now"),
-        ("Restarts", number(about["restarts"]), f"of {about['max_restarts']} allowed"),
+        ("Faults", *lost),
+        ("Checkpoints", number(None if is_silent and not saved else saved),
+         f"saved; {number(None if kept is None else len(kept))} on disk now"),
+        ("Restarts", number(about["restarts"]), f"of {number(about['max_restarts'])} allowed"),
     )  # fmt: skip
 
 
@@ -177,17 +194,46 @@ def _losses(changes: Iterable[Values]) -> Iterator[tuple[int | None, bool]]:
 
 
 def by_cause(changes: Sequence[Values]) -> list[dict[str, Any]]:
-    """Return the sums of the costs of faults by cause, the costliest first; unknown times are 0."""
+    """Return the sums of the known costs of faults by cause, the costliest first."""
     by_cause: dict[str, list[Values]] = {}
     for fault in (change for change in changes if change["fault"]):
         by_cause.setdefault(fault["cause"], []).append(fault)
     rows = [
         {"cause": cause, "count": len(same),
-         **{key: sum(fault[key] or 0.0 for fault in same) for key in ("pause_s", "node_s")},
+         "node_s": sum(fault["node_s"] for fault in same),
+         "pause_s": sum(f["pause_s"] or 0.0 for f in same)
+                    if any(f["pause_s"] is not None for f in same) else None,
          "lost": lost_steps(_losses(same)).removesuffix(" lost")}
         for cause, same in by_cause.items()
     ]  # fmt: skip
     return sorted(rows, key=lambda row: -row["node_s"])
+
+
+def alike(failures: Sequence[Values]) -> list[dict[str, Any]]:
+    """Return failures of workers with the same error together, the one that ended the run first."""
+    found: dict[tuple[str, str | None], list[Values]] = {}
+    for f in failures:
+        error = re.sub(rf"^(?:rank|task) \S+ on {re.escape(f['host'])}: ", "", f["error"])
+        found.setdefault((error, f["traceback"]), []).append(f)
+    groups = [
+        {"error": error, "failures": same, "hosts": Counter(f["host"] for f in same).most_common(),
+         "ended_run": any(f["ended_run"] for f in same),
+         "shown": next((f for f in reversed(same) if f["last_lines"]), same[-1]), "last": same[-1]}
+        for (error, _), same in found.items()
+    ]  # fmt: skip
+    return sorted(groups, key=lambda g: (not g["ended_run"], -len(g["failures"])))
+
+
+def unusual(settings: Any) -> Any:
+    """Return the settings that are not the defaults, with the nodes; None if unknown."""
+
+    def differing(value: Any, usual: Any) -> Any:
+        if not usual or not isinstance(usual, dict) or not isinstance(value, dict):
+            return value
+        return {k: differing(v, usual.get(k)) for k, v in value.items() if v != usual.get(k)}
+
+    backend = BACKENDS[settings["launcher"]["backend"]] if settings else None
+    return backend and differing(settings, RunSettings(NodeRange(0, 0), 0, backend()).as_config())
 
 
 def as_yaml(value: Any) -> str:
@@ -237,13 +283,13 @@ def spec(report: Mapping[str, Any]) -> dict[str, Any]:
         f"{name} {value}" + (f" ({more})" if more else "") for name, value, more in tiles(report)
     ]
     half = len(figures) // 2
-    lines = [about["overrides"] or about["directory"],
+    lines = [f"{about['run_id']} in {about['directory']}",
              " · ".join(figures[:half]), " · ".join(figures[half:]),
              *report["notes"]]  # fmt: skip
     return {
         "$schema": charts.SCHEMA,
-        "title": {"text": f"{about['run_id']}: {about['phase']}, {took}", "subtitle": lines,
-                  "fontSize": 18, "subtitlePadding": 6, "offset": 16},
+        "title": {"text": f"{title_of(report)}: {about['phase']}, {took}", "subtitle": lines,
+                  "fontSize": 18, "limit": _WIDTH, "subtitlePadding": 6, "offset": 16},
         "padding": 16,
         "vconcat": parts or [nothing],
         "resolve": {"scale": {"color": "independent", "shape": "independent"}},

@@ -73,8 +73,8 @@ class About:
     ended: Mapping[str, Any] | None = None
     min_nodes: int | None = None
     max_nodes: int | None = None
-    restarts: int = 0
-    max_restarts: int = 0
+    restarts: int | None = None
+    max_restarts: int | None = None
     rounds: int = 0
     step: int | None = None
     total_steps: int | None = None
@@ -172,12 +172,12 @@ class SavedCheckpoints:
     Attributes:
         announced: ``time`` (when the leader first knew of it) and ``step`` of each checkpoint that
             the script announced.
-        kept: ``step`` and ``time`` of those in the run's directories, the newest first.
+        kept: ``step`` and ``time`` of those in the run's directories, newest first; None: unknown.
         blocked_node_s: Node-seconds for which they blocked the training.
     """
 
     announced: Sequence[Mapping[str, Any]] = ()
-    kept: Sequence[Mapping[str, Any]] = ()
+    kept: Sequence[Mapping[str, Any]] | None = ()
     blocked_node_s: float = 0.0
 
 
@@ -249,7 +249,7 @@ def report(
     *,
     made: float,
     failures: Sequence[WorkerFailure] = (),
-    kept: Sequence[Mapping[str, Any]] = (),
+    kept: Sequence[Mapping[str, Any]] | None = (),
     configuration: Configuration | None = None,
     notes: Iterable[str] = (),
 ) -> Report:

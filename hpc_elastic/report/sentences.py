@@ -263,13 +263,13 @@ _NAMED = 4
 
 def names(hosts: Sequence[str]) -> str:
     """Return names as a list in a sentence; a long list is cut."""
-    named = sorted((host or "a node" for host in hosts), key=_naturally)
+    named = sorted((host or "a node" for host in hosts), key=naturally)
     if len(named) > _NAMED + 1:
         return f"{', '.join(named[:_NAMED])} and {len(named) - _NAMED} more"
     return " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
 
 
-def _naturally(name: str) -> list[tuple[int, str]]:
+def naturally(name: str) -> list[tuple[int, str]]:
     """Sort node2 before node10."""
     return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
 

@@ -6,6 +6,7 @@ All events go through the schema of real ones; times, steps and costs are drawn 
 import heapq
 import json
 import random
+from datetime import UTC, datetime
 from pathlib import Path
 
 from hpc_elastic.rendezvous.run_status import spacing_s
@@ -30,14 +31,19 @@ class LongRun:
         days: How long it lasts.
         faults: How many befall it.
         seed: Of all that is random.
+        begin: When it begins, in Unix seconds.
     """
 
-    def __init__(self, nodes: int = 16, days: float = 3.0, faults: int = 200, seed: int = 6):
+    def __init__(
+        self, nodes: int = 16, days: float = 3.0, faults: int = 200, seed: int = 6,
+        begin: float = BEGIN,
+    ):  # fmt: skip
+        self.begin = begin
         self.random = random.Random(seed)
         self.events: list[dict] = []
         self.points: list[dict] = []
-        self.now = BEGIN + 40.0
-        self.until = BEGIN + 86400 * days
+        self.now = begin + 40.0
+        self.until = begin + 86400 * days
         self.nodes, self.num_faults = nodes, faults
         self.step = self.saved = self.round = self.restarts = self.term = 0
         self.saved_at = self.now
@@ -57,7 +63,7 @@ class LongRun:
         self._form(list(range(self.nodes)))
         for k in range(self.num_faults):
             share = (k + self.random.random()) / self.num_faults
-            self._train_with_growth(BEGIN + 300 + (self.until - BEGIN - 900) * share)
+            self._train_with_growth(self.begin + 300 + (self.until - self.begin - 900) * share)
             self._fault(self.random.choice(FAULTS))
         self._train_with_growth(self.until)
         self._tell("end", self.leader, status="succeeded", rounds=self.round,
@@ -140,11 +146,15 @@ class LongRun:
         for slot in who:
             self._tell("workers_stopped", slot, attempt=self.attempt[slot], round=self.round,
                        step=self.step, step_time=self.now)  # fmt: skip
+        self.points.append({
+            "time": self.now + 1, "phase": "waiting", "round": self.round, "term": self.term,
+            "nodes": 0, "world_size": 0, "checkpoint": self.saved or None,
+        })  # fmt: skip
         self.now += 2
 
     def _train(self, until: float) -> None:
         while self.now < until:
-            dt = min(spacing_s(self.now - BEGIN), until - self.now)
+            dt = min(spacing_s(self.now - self.begin), until - self.now)
             self.now += dt
             self.step += max(1, round(STEPS_PER_S * len(self.members) * dt))
             if self.now - self.saved_at > CHECKPOINT_EVERY_S:
@@ -188,7 +198,8 @@ def write(run: LongRun, folder: Path, *, env: dict[str, str] | None = None) -> P
         "gpt-medium-20260921", run.nodes // 2, run.nodes, 8, 100,
         Entry("hydra", "main", "train.py"),
         str(submission), [(0, slot) for slot in range(run.nodes)], env=env or {},
-        provenance={"time": "2026-09-21T14:12:00+00:00", "argv": ["train.py", "-m", "lr=0.0006"],
+        provenance={"time": datetime.fromtimestamp(run.begin - 80, UTC).isoformat(),
+                    "argv": ["train.py", "-m", "lr=0.0006"],
                     "user": "ada", "host": "login1", "git": {"commit": "0f3c2d1"}},
     )  # fmt: skip
     files.create(spec)

@@ -80,7 +80,7 @@ def test_what_a_run_is_called_can_not_run(tmp_path, chromium):
     seen = chromium.look(page, PHONE)
     told = seen.told
     assert (told["hacked"], told["alien"], seen.console) == (False, 0, [])
-    assert told["title"].startswith(NASTY) and told["drawn"] == "light"
+    assert told["title"].startswith(f"name={NASTY}") and told["drawn"] == "light"
     assert told["scroll_width"] <= PHONE and told["wide"] == []
     assert render(report_of(read_view(folder)), "png").startswith(b"\x89PNG")
 

@@ -18,11 +18,12 @@ from hpc_elastic.report.attempts import EventIndex
 from hpc_elastic.report.charts import charts
 from hpc_elastic.report.details import report_of
 from hpc_elastic.report.node_time import KINDS, account
-from hpc_elastic.report.page import by_cause, spec, tiles
+from hpc_elastic.report.page import alike, by_cause, spec, tiles, unusual
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.report.report import (
     About,
     Report,
+    WorkerFailure,
     changes,
     hints,
     report,
@@ -284,6 +285,115 @@ def test_no_layer_of_the_steps_is_without_values():
         _faults, line, *marks = steps.spec["layer"]
         assert line["encoding"]["y"]["field"] == "step"
         assert [len(mark["data"]["values"]) for mark in marks] == [1] * len(announced)
+
+
+def held(task: str, host: str, begin: float, end: float) -> dict:
+    """An attempt of a task that had a node and trained all the time."""
+    trained = [{"begin": begin, "end": end, "kind": "useful"}]
+    return {"task": task, "attempt": 0, "host": host, "begin": begin, "end": end,
+            "ended_by": None, "intervals": trained}  # fmt: skip
+
+
+def test_each_node_has_a_line_with_its_name():
+    """A task that waits is drawn at its last node; tasks that share a node are told apart."""
+    values = reported([], []).to_json()
+    values["nodes"] = [
+        held("7_0", "node10", 1.0, 5.0), held("7_1", "node2", 1.0, 20.0),
+        held("7_2", "both", 1.0, 20.0), held("7_3", "both", 2.0, 20.0),
+        held("7_0", "node9", 8.0, 20.0), held("7_4", "node10", 6.0, 20.0),
+    ]  # fmt: skip
+    values["queue"] = [
+        {"task": "7_0", "begin": 0.0, "end": 1.0}, {"task": "7_0", "begin": 5.0, "end": 8.0},
+        {"task": "7_5", "begin": 0.0, "end": 20.0},
+    ]  # fmt: skip
+    (lanes,) = (chart for chart in charts(values) if chart.name == "lanes")
+    bars, _ends = lanes.spec["layer"]
+    names = ["both task 7_2", "both task 7_3", "node2", "node9", "node10", "task 7_5"]
+    assert bars["encoding"]["y"]["scale"]["domain"] == names
+    waits = [row for row in bars["data"]["table"]["rows"] if row[2] == "queue"]
+    assert [row[:2] for row in waits] == [
+        ["node10", "7_0"], ["node10", "7_0"], ["task 7_5", "7_5"],
+    ]  # fmt: skip
+    assert ["node9", "7_0", "useful", 8.0, 20.0] in bars["data"]["table"]["rows"]
+
+
+def drawn_line(name: str, points: list[Point]) -> list[list]:
+    """The points of a line as it is drawn."""
+    (chart,) = (c for c in charts(reported(points=points).to_json()) if c.name == name)
+    return chart.spec["layer"][1]["data"]["table"]["rows"]
+
+
+def test_a_line_shows_where_nothing_was_trained():
+    """The steps fall at the moment when the run resumed; throughput and loss have a gap."""
+    points = [
+        *(replace(p, samples_per_s=9.0) for p in POINTS[:3]), Point(14.5, "waiting", round=1),
+        Point(16.0, round=2), Point(21.0, round=2, step=11, loss=1.5, samples_per_s=4.0),
+        Point(25.0, round=2, step=15, loss=1.4, samples_per_s=4.0),
+    ]  # fmt: skip
+    assert drawn_line("step", points) == [
+        [4.0, 2], [8.0, 10], [12.9, 20], [20.0, 20], [20.0, 11], [24.0, 15],
+    ]  # fmt: skip
+    assert drawn_line("loss", points)[2:5] == [[12.9, 1.0], [15.0, None], [20.0, 1.5]]
+    assert drawn_line("throughput", points)[2:5] == [[12.9, 9.0], [15.0, None], [20.0, 4.0]]
+    (chart,) = (c for c in charts(reported(points=points).to_json()) if c.name == "throughput")
+    assert chart.spec["layer"][1]["encoding"]["y"]["scale"] == {"zero": True}
+
+
+# ---- what is unknown, alike or usual ------------------------------------------------------
+
+
+def shown(report: Report) -> dict[str, tuple[str, str]]:
+    """The figures at the top of a page: title -> value and remark."""
+    return {name: more for name, *more in tiles(report.to_json())}
+
+
+def test_what_is_unknown_is_not_zero():
+    """Pauses, checkpoints, restarts and the time of nodes, if no event or file shows them."""
+    (lost,) = reported().changes
+    unknown = vars(replace(lost, pause_s=None))
+    assert [row["pause_s"] for row in by_cause([unknown])] == [None]
+    assert [row["pause_s"] for row in by_cause([vars(lost), unknown])] == [6.0]
+    blind = reported([], POINTS, kept=None)
+    assert shown(blind)["Faults"][0] == shown(blind)["Node time"][0] == "–"
+    assert shown(blind)["Checkpoints"] == ["2", "saved; – on disk now"]
+    assert shown(blind)["Restarts"] == ["–", "of – allowed"]
+    assert shown(reported(points=[]))["Checkpoints"][0] == "–"
+    assert shown(reported([], []))["Faults"] == ["0", "0 steps lost"]
+    page = render(blind, "html").decode()
+    assert "Faults (–)" in page and "No event of this run is known" in page
+    assert "nothing was spent" not in page and "Which are on disk now is unknown" in page
+
+
+def test_identical_failures_are_one():
+    """By error and traceback, whatever the rank and node; the one that ended the run is first."""
+    failures = [
+        WorkerFailure(float(n), f"rank {n} on node{n % 2}: CUDA error", f"node{n % 2}",
+                      last_lines="last words" if n == 3 else "")
+        for n in range(5)
+    ]  # fmt: skip
+    end = WorkerFailure(9.0, "rank 0 on node7: boom", "node7", traceback="tb", ended_run=True)
+    first, cuda = alike([vars(f) for f in (*failures, end)])
+    assert (first["error"], first["hosts"], first["ended_run"]) == ("boom", [("node7", 1)], True)
+    assert (cuda["error"], cuda["hosts"]) == ("CUDA error", [("node0", 3), ("node1", 2)])
+    assert (cuda["shown"]["time"], cuda["last"]["time"]) == (3.0, 4.0)
+    page = render(reported(failures=[*failures, end]), "html").decode()
+    assert "5 × CUDA error on node0 (3), node1 (2), last " in page
+    assert "</time> rank 0 on node7: boom: it ended the run" in " ".join(page.split())
+    again = alike([vars(replace(end, error="rank 1 on node7: boom", traceback="other")), vars(end)])
+    assert len(again) == 2
+
+
+def test_settings_that_are_not_the_defaults_stand_apart():
+    """At any depth; the nodes always do."""
+    settings = spec_of("r", 2, 4, 8, 3, Entry("hydra", "m", "t.py"), "/s", [(0, 0)]).settings
+    changed = settings.as_config()
+    changed["launcher"] = {**changed["launcher"], "env": {"A": "b"}, "time": "4:00:00"}
+    changed["launcher"]["agent"] = {**changed["launcher"]["agent"], "hang_timeout_s": 60.0}
+    found = unusual(json.loads(json.dumps(changed)))
+    assert found["nodes"] == "2:4" and found["nproc_per_node"] == 8 and "ft" not in found
+    assert found["launcher"].items() >= {"env": {"A": "b"}, "time": "4:00:00"}.items()
+    assert found["launcher"]["agent"] == {"hang_timeout_s": 60.0}
+    assert "rendezvous" not in found["launcher"] and unusual(None) is None
 
 
 # ---- hints --------------------------------------------------------------------------------

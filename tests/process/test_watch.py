@@ -1,6 +1,7 @@
 """`hpc-elastic report --live`: who may see its pages, and what they show in a real browser."""
 
 import contextlib
+import csv
 import hashlib
 import json
 import shutil
@@ -345,12 +346,113 @@ def test_200_runs_stand_side_by_side(sweep, chromium):
         assert page.value("document.documentElement.scrollWidth") <= PHONE
         page.go_to(page.value("location.href") + "runs/7")
         page.eventually("document.documentElement.dataset.version")
-        assert page.value("document.getElementById('run-id').innerText") == NASTY
+        assert f"note={NASTY} epochs=3" in page.value("document.getElementById('title').innerText")
+        assert page.value("document.getElementById('title').title") == NASTY
         assert page.value("document.querySelectorAll('img, #report b, script:not([src])').length "
                           "- 1") == 0  # fmt: skip
         assert page.value("'hacked' in window") is False
         assert page.value("document.documentElement.dataset.drawn") == "dark"
         assert page.console == []
+
+
+def choose(page: browser.LivePage, name: str, value: str) -> None:
+    """Choose a value of one of the controls."""
+    chosen = f"((e) => {{ e.value = {value!r}; e.oninput(); }})"
+    page.value(f"{chosen}(document.getElementById({name!r}))")
+
+
+DRAWN = "document.documentElement.dataset.drawn"
+KEEP_VIEW = """Object.defineProperty(window, "vegaEmbed", {
+  set(embed) { this.embed = async (...args) => (this.shown = await embed(...args)); },
+  get() { return this.embed; },
+});"""
+"""It keeps what was drawn last as ``window.shown``."""
+VIEW, SPEC, DATA = "window.shown.view", "window.shown.spec", "window.shown.view.data('curves')"
+
+
+@pytest.mark.long
+def test_runs_are_compared(sweep, tmp_path, chromium):
+    """Each in its colour, by what one likes; a row and its curve light up together."""
+    runs = [sweep / str(number) for number in (3, 8, 9, 30, 31, 38)]
+    marks = "[...document.querySelectorAll('.mark')].map((e) => e.style.backgroundColor)"
+    with watching(*runs) as url, chromium.opened(url, LAPTOP) as page:
+        page.call("Page.addScriptToEvaluateOnNewDocument", source=KEEP_VIEW)
+        page.go_to(page.value("location.href"))
+        page.eventually(f"new Set({marks}).size === 6 && {DRAWN}")
+        # the last point of a curve is that of its row, which is newer
+        (sweep / "3" / "status.json").write_text(json.dumps({**going(60_000), "loss": 0.25}))
+        page.eventually("document.querySelector('#runs').innerText.includes('60,000')")
+        page.eventually(f"{DATA}.filter((p) => p.run === 0).at(-1).x === 60000")
+        # a row lights its curve, and a curve its row
+        row = "document.querySelectorAll('#runs tbody tr')"
+        page.value(f"{row}[1].onpointerenter(); 1")
+        page.eventually(f"{VIEW}.signal('lit') === 1 && {row}[1].classList.contains('lit')")
+        page.value(f"{row}[1].onpointerleave(); 1")
+        page.eventually(f"{VIEW}.signal('lit') === -1")
+        x, y = page.value(f"""(() => {{
+            const last = {DATA}.filter((p) => p.run === 0).at(-1), [left, top] = {VIEW}.origin();
+            const frame = {VIEW}.container().getBoundingClientRect();
+            return [frame.left + left + {VIEW}.scale('x')(last.x),
+                    frame.top + top + {VIEW}.scale('y')(last.y)];
+        }})()""")
+        page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        page.eventually(f"{row}[0].classList.contains('lit') && {VIEW}.signal('lit') === 0")
+        told = page.value("document.getElementById('lit').innerText")
+        assert told.startswith("digits-003 lr=0.025") and told.endswith("step 60,000, loss 0.25")
+        page.call("Input.dispatchMouseEvent", type="mouseMoved", x=5, y=5)
+        # what is on the axes
+        for name in ("hours", "samples", "step"):
+            choose(page, "x", name)
+            page.eventually(f"{SPEC}.encoding.x.title === {name!r}")
+        choose(page, "y", "log")
+        page.eventually(f"{SPEC}.encoding.y.scale.type === 'log'")
+        first = f"{DATA}.filter((p) => p.run === 3).map((p) => p.y)"
+        rough = page.value(first)
+        choose(page, "smooth", "0.9")
+        page.eventually(f"{first}[1] !== {rough[1]}")
+        smooth = page.value(first)
+        assert max(smooth) - min(smooth) < max(rough) - min(rough) and smooth[0] == rough[0]
+        # by a parameter: one colour for each of its values, in a legend
+        choose(page, "colour", "lr")
+        page.eventually(f"{SPEC}.encoding.color.legend.title === 'lr'")
+        values = page.value(f"{SPEC}.encoding.color.scale.domain")
+        assert values == sorted(values, key=float) and len(values) == 5
+        # some of them alone
+        for number in (1, 3):
+            page.value(f"document.querySelectorAll('.mark')[{number}].click()")
+        page.eventually(f"[...new Set({DATA}.map((p) => p.run))].join() === '1,3'")
+        page.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+        page.value("document.getElementById('csv').click()")
+        page.value("document.getElementById('png').click()")
+        eventually(lambda: {f.name for f in tmp_path.glob("runs.*")} == {"runs.csv", "runs.png"})
+        with (tmp_path / "runs.csv").open() as file:
+            lines = list(csv.DictReader(file))
+        assert {line["run"] for line in lines} == {"digits-008", "digits-030"}
+        assert lines[0].keys() >= {"lr", "note", "step", "time", "samples", "loss"}
+        assert page.console == []
+
+
+@pytest.mark.long
+def test_an_ended_run_has_nothing_left(sweep, chromium):
+    """It says when it ended; a value that is no object is the result; a failure is red."""
+    (sweep / "40" / "results" / "rank-0.json").write_text("0.25")
+    failed = RunDir(sweep / "41")
+    failure = {"message": "boom", "rank": 1, "host": "n2"}
+    failed.result.write_text(json.dumps({"status": "failed", "ended": 9.0, "failure": failure}))
+    runs = [sweep / str(number) for number in (4, 40, 41)]
+    with watching(*runs) as url, chromium.opened(url, LAPTOP) as page:
+        page.eventually("document.querySelector('#runs').innerText.includes('0.25')")
+        head = page.value("[...document.querySelectorAll('#runs th')].map((e) => e.innerText)")
+        assert head[-1] == "result" and "result.result" not in head
+        cells = (
+            "[...document.querySelectorAll('#runs tbody tr')].map((tr) => tr.cells[{}].innerText)"
+        )
+        left, ended = (page.value(cells.format(head.index(name))) for name in ("left", "ended"))
+        assert left[0] and not ended[0] and left[1:] == ["", ""]
+        assert all(text.endswith(" d ago") for text in ended[1:])
+        red = "getComputedStyle(document.querySelector('{}')).color"
+        colours = [page.value(red.format(at)) for at in (".badge.failed", "tr.failed small")]
+        assert colours == ["rgb(179, 38, 30)"] * 2 and page.console == []
 
 
 @pytest.mark.long
@@ -375,10 +477,16 @@ def test_a_run_is_watched_through_a_preemption(tmp_path, chromium):
         page = started.enter_context(chromium.opened(url, LAPTOP))
         page.eventually(f"{numbers}.includes('2 of 2 nodes')")
         page.eventually("document.documentElement.dataset.drawn")
-        page.value("window.isSame = true; window.confirm = () => true; location.hash = '#logs'; 1")
+        page.value("window.isSame = true; window.confirm = (asked) => { window.asked = asked; "
+                   "return true; }; location.hash = '#logs'; 1")  # fmt: skip
         page.eventually("document.querySelectorAll('#lines li').length > 0")
         page.value("location.hash = '#report'; document.getElementById('control').open = true; 1")
         page.value("document.querySelector('[data-command=preempt]').click()")
+        asked = page.value("window.asked")
+        assert asked.startswith("Preempt local-0 (") and "gets notice" in asked
+        texts = page.value("[...document.querySelectorAll('#control button')].map((e) => "
+                           "e.innerText)")  # fmt: skip
+        assert {"Preempt with notice", "Kill without notice"} <= set(texts)
         page.eventually("document.getElementById('answer').innerText.includes(' left after ')")
         page.eventually(f"{report}.includes('came back after') && {report}.includes('Faults (1)')")
         page.eventually(f"{numbers}.includes('2 of 2 nodes')")
@@ -403,4 +511,5 @@ def test_a_run_of_a_week_is_shown(tmp_path, chromium):
         assert "Faults (400)" in page.value("document.body.innerText")
         RunDir(run).status.write_text(json.dumps(going(900_001)))
         page.eventually("document.getElementById('numbers').innerText.includes('900,001')")
+        assert "900,001" in page.value("document.querySelector('#report .tiles').innerText")
         assert page.console == []

@@ -34,7 +34,9 @@ function number(value) {
 const share = (part) => (part === null || part === undefined ? UNKNOWN : `${(100 * part).toFixed(1)} %`);
 const pace = (row) => (row.steps_per_s === null ? UNKNOWN : `${number(row.steps_per_s)}/s`);
 const nodes = (row) =>
-  row.max_nodes === null ? UNKNOWN : row.nodes === null ? `${row.max_nodes}` : `${row.nodes} of ${row.max_nodes}`;
+  row.max_nodes === null ? UNKNOWN : row.ended !== null ? `${row.max_nodes}` : `${number(row.nodes)} of ${row.max_nodes}`;
+const label = (row, names = Object.keys(row.params ?? {})) =>
+  names.filter((name) => name in (row.params ?? {})).map((name) => `${name}=${row.params[name]}`).join(" ") || row.id;
 
 // ---- the stream of news; a hidden page closes it, so that nothing is read for it
 
@@ -61,34 +63,38 @@ function listen(path, onNews) {
   return { again: () => { close(); open(); }, stop: () => { isStopped = true; close(); } };
 }
 
-// A new chart is drawn unseen, and then takes the place of the old one.
+// A new chart is drawn unseen, and then takes the place of the old one. One whose values alone are
+// other ones, which are not in its spec, gets these.
 const drawn = new Map();
 let drawing = Promise.resolve();
-function draw(name, spec) {
+function draw(name, spec, values = null) {
   const text = JSON.stringify(spec);
   drawing = drawing.then(async () => {
     const place = $(`chart-${name}`);
     if (place === null) return;
     const old = drawn.get(name);
-    if (old && old.text === text && old.dark === dark.matches && old.place === place) return;
+    if (old && old.text === text && old.dark === dark.matches && old.place === place) {
+      if (values !== null) await old.view.view.data(name, (old.values = values)).runAsync();
+      return;
+    }
     const fresh = place.cloneNode(false);
     fresh.removeAttribute("id");
     const cover = element("div", "", { class: "unseen" });
     cover.append(fresh);
     place.after(cover);
     try {
-      const view = await embedChart(fresh, spec);
+      const view = await embedChart(fresh, values === null ? spec : { ...spec, data: { name, values } });
       if (place.isConnected) place.replaceWith(fresh);
       fresh.id = `chart-${name}`;
       old?.view.finalize();
-      drawn.set(name, { view, text, spec, dark: dark.matches, place: fresh });
+      drawn.set(name, { view, text, spec, values, dark: dark.matches, place: fresh });
     } finally {
       cover.remove();
     }
     document.documentElement.dataset.drawn = dark.matches ? "dark" : "light";
   }).catch((error) => console.error(name, error));
 }
-dark.addEventListener("change", () => drawn.forEach(({ spec }, name) => draw(name, spec)));
+dark.addEventListener("change", () => drawn.forEach(({ spec, values }, name) => draw(name, spec, values)));
 
 // ---- the list of runs
 
@@ -107,11 +113,10 @@ function showList() {
     { name: "step", value: (run) => number(run.row.step), order: (run) => run.row.step, num: true },
     { name: "loss", value: (run) => number(run.row.loss), order: (run) => run.row.loss, num: true },
     { name: "pace", title: "optimizer steps a second", value: (run) => pace(run.row), order: (run) => run.row.steps_per_s, num: true },
-    { name: "left", title: "time left, or since the end", value: (run) => timeLeft(run.row), order: (run) => run.row.remaining_s, num: true },
+    { name: "left", title: "time left at this pace", value: ({ row }) => (row.ended === null ? duration(row.remaining_s) : ""), order: (run) => run.row.remaining_s, num: true },
+    { name: "ended", value: ({ row }) => (row.ended === null ? "" : `${duration(now - row.ended).split(" ", 2).join(" ")} ago`), order: (run) => run.row.ended, num: true },
     { name: "goodput", value: (run) => share(run.row.goodput), order: (run) => run.row.goodput, num: true },
   ];
-  const timeLeft = (row) =>
-    row.ended !== null ? `${duration(now - row.ended)} ago` : duration(row.remaining_s);
 
   function makeColumns() {
     const found = [...fixed];
@@ -128,7 +133,7 @@ function showList() {
         const value = (run) => run.row[group]?.[name] ?? null;
         const text = group === "params" ? String : number;
         found.push({
-          name: group === "params" ? name : `result.${name}`, title, group, num: group === "results",
+          name: group === "params" || name === "result" ? name : `result.${name}`, title, group, num: group === "results",
           value: (run) => (value(run) === null ? "" : text(value(run))), order: (run) => plain(value(run)),
         });
       }
@@ -137,6 +142,10 @@ function showList() {
     const same = found.length === columns.length && found.every((c, i) => c.name === columns[i].name && c.group === columns[i].group);
     if (same) return;
     columns = found;
+    const named = columns.filter((c) => c.group === "params").map((c) => c.name);
+    const chosen = $("colour").value;
+    $("colour").replaceChildren(element("option", "each run", { value: "" }), ...named.map((name) => element("option", name, { value: name })));
+    $("colour").value = named.includes(chosen) ? chosen : "";
     const head = $("runs").tHead.rows[0];
     head.replaceChildren(...columns.map((column) => {
       const th = element("th", "", { scope: "col", class: column.num ? "num" : "" });
@@ -173,7 +182,6 @@ function showList() {
   };
   $("filter").oninput = () => {
     arrange();
-    [curvesAt, curvesChanged] = [-Infinity, true];
     drawCurves();
   };
 
@@ -213,24 +221,34 @@ function showList() {
         tr.append(td);
         return td;
       });
-      const link = element("a", "", { href: `${root}/runs/${run.number}` });
-      run.cells[0].append(link, element("small"));
+      run.mark = element("button", "", { class: "mark", "aria-pressed": String(run.isChosen === true), title: "draw the runs with pressed marks alone" });
+      run.mark.onclick = () => {
+        run.isChosen = !run.isChosen;
+        run.mark.setAttribute("aria-pressed", String(run.isChosen));
+        drawCurves();
+      };
+      tr.onpointerenter = () => light(run);
+      tr.onpointerleave = () => light(null);
+      run.link = element("a", "", { href: `${root}/runs/${run.number}` });
+      run.cells[0].append(run.mark, run.link, element("small"));
       run.cells[1].append(element("span", "", { class: "badge" }));
       run.cells[4].append(element("span"));
       drawSpark(run);
     }
     columns.forEach((column, i) => {
       const text = column.value(run);
-      const cell = i === 0 || i === 1 || i === 4 ? run.cells[i].firstChild : run.cells[i];
+      const cell = i === 0 ? run.link : i === 1 || i === 4 ? run.cells[i].firstChild : run.cells[i];
       if (cell.textContent !== text) cell.textContent = text;
     });
     const badge = run.cells[1].firstChild;
     badge.className = `badge ${row.phase}`;
     const why = row.problem ?? row.why ?? "";
     badge.title = why;
+    tr.classList.toggle("failed", row.phase === "failed");
+    tr.classList.toggle("lost", row.phase === "lost");
     const small = run.cells[0].lastChild;
     if (small.textContent !== why) small.textContent = why;
-    run.cells[0].firstChild.title = row.directory;
+    run.link.title = row.directory;
     const done = row.step !== null && row.total_steps ? Math.min(1, row.step / row.total_steps) : 0;
     run.cells[3].style.setProperty("--done", `${(100 * done).toFixed(1)}%`);
     run.cells[3].title = row.total_steps ? `of ${number(row.total_steps)}` : "";
@@ -242,16 +260,16 @@ function showList() {
     const cell = run.cells[4];
     cell.querySelector("svg")?.remove();
     if (run.curve.length < 2) return;
-    const [xs, ys] = [run.curve.map((p) => p[0]), run.curve.map((p) => p[1])];
+    const [xs, ys] = [points(run).map((p) => p[0]), points(run).map((p) => p[1])];
     const [x0, x1, y0, y1] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
-    const points = run.curve.map(([x, y]) =>
+    const path = points(run).map(([x, y]) =>
       `${(60 * (x - x0) / (x1 - x0 || 1)).toFixed(1)},${(15 - 14 * (y - y0) / (y1 - y0 || 1)).toFixed(1)}`);
     const svg = document.createElementNS(SVG, "svg");
     svg.setAttribute("viewBox", "0 0 60 16");
     svg.setAttribute("class", "spark");
     svg.setAttribute("aria-hidden", "true");
     const line = document.createElementNS(SVG, "polyline");
-    line.setAttribute("points", points.join(" "));
+    line.setAttribute("points", path.join(" "));
     svg.append(line);
     cell.append(svg);
   }
@@ -271,34 +289,126 @@ function showList() {
     document.title = `${runs.size} runs: ${order.map(([phase, count]) => `${count} ${phase}`).join(", ")}`;
   }
 
-  let curvesAt = -Infinity;
-  let curvesChanged = false;
-  function drawCurves() {
-    const at = performance.now();
-    if (!curvesChanged || at - curvesAt < 10000) return;
-    [curvesAt, curvesChanged] = [at, false];
-    const rows = [];
-    for (const run of runs.values()) {
-      const what = Object.entries(run.row.params ?? {}).map(([k, v]) => `${k}=${v}`).join(" ");
-      if (run.curve.length > 1 && !run.tr.hidden) for (const [step, loss] of run.curve) rows.push([run.row.id, what, step, loss]);
-    }
-    const num = new Set(rows.map((row) => row[0])).size;
-    if (num > 1) $("curves").hidden = false;
-    if (num === 0 || $("curves").hidden) return;
-    const losses = rows.map((row) => row[3]);
-    const [low, high] = [losses.reduce((a, b) => Math.min(a, b)), losses.reduce((a, b) => Math.max(a, b))];
-    draw("curves", {
-      data: { table: { names: ["run", "parameters", "step", "loss"], rows } },
-      width: "container", height: 200,
-      mark: { type: "line", opacity: Math.max(0.25, Math.min(0.9, 12 / num)), tooltip: true, strokeWidth: 1 },
-      encoding: {
-        x: { field: "step", type: "quantitative", axis: { format: ",d", tickCount: { expr: "max(3, width / 110)" } } },
-        y: { field: "loss", type: "quantitative", scale: low > 0 && high / low > 30 ? { type: "log", nice: false } : { zero: false }, axis: { format: "~r", tickCount: 5 } },
-        detail: { field: "run", type: "nominal" },
-        tooltip: ["run", "parameters", "step", "loss"].map((field) => ({ field })),
-      },
-    });
+  // ---- the curves of the listed runs, or of those whose marks are pressed
+
+  const PALETTE = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#8c8c8c"];
+  const FORMATS = { step: ",d", hours: "~r", samples: "~s" };
+  const MOST_NAMED = 12; // longer legends hide the chart: the marks in the table are one, too
+  let lit = null;
+  let rows = [];
+
+  const points = ({ curve, row }) => {
+    const last = curve.at(-1);
+    const isNewer = row.phase === "training" && row.loss !== null && row.step > last[0];
+    return isNewer ? [...curve, [row.step, row.loss, now, row.samples]] : curve;
+  };
+  function shownRuns() {
+    const listed = [...runs.values()].filter((run) => !run.tr.hidden && run.curve.length > 1);
+    const chosen = listed.filter((run) => run.isChosen);
+    return chosen.length ? chosen : listed;
   }
+  function rowsOf(run, colour) {
+    const begin = Math.min(...run.curve.map((p) => p[2]));
+    const rest = Number($("smooth").value);
+    let mean = null;
+    return points(run).map(([step, loss, time, samples]) => {
+      mean = mean === null ? loss : rest * mean + (1 - rest) * loss;
+      const x = { step, hours: (time - begin) / 3600, samples }[$("x").value];
+      return { run: run.number, colour, x, y: mean };
+    }).filter(({ x, y }) => x !== null && x !== undefined && ($("y").value !== "log" || y > 0));
+  }
+
+  function drawCurves() {
+    const shown = shownRuns();
+    if (shown.length > 1) $("curves").hidden = false;
+    if (shown.length === 0 || $("curves").hidden) return;
+    const by = $("colour").value;
+    const named = columns.filter((c) => c.group === "params").map((c) => c.name);
+    const isNamed = new Set(shown.map(({ row }) => label(row, named))).size === shown.length;
+    const nameOf = (row) => (isNamed ? label(row, named) : row.id);
+    const colourOf = ({ row }) => (by === "" ? nameOf(row) : String(row.params?.[by] ?? UNKNOWN));
+    const domain = [...new Set(shown.map(colourOf))].sort((a, b) => plain(a) - plain(b) || collator.compare(a, b));
+    const range = domain.map((_, i) =>
+      domain.length <= PALETTE.length ? PALETTE[i] : `hsl(${Math.round((330 * i) / domain.length)}, 65%, 50%)`);
+    rows = shown.flatMap((run) => rowsOf(run, colourOf(run)));
+    for (const run of runs.values()) {
+      run.mark.style.background = shown.includes(run) ? range[domain.indexOf(colourOf(run))] : "none";
+      drawSpark(run);
+    }
+    if (rows.length === 0) return light(null);
+    const ys = rows.map((row) => row.y);
+    const [low, high] = [ys.reduce((a, b) => Math.min(a, b)), ys.reduce((a, b) => Math.max(a, b))];
+    const isLog = $("y").value === "log" || ($("y").value === "" && low > 0 && high / low > 30);
+    const isNarrow = innerWidth < 800;
+    const legend = { title: by || null, orient: isNarrow ? "bottom" : "right", columns: 1, labelLimit: 260, symbolType: "stroke" };
+    draw("curves", {
+      params: [{ name: "lit", value: -1 }],
+      width: "container", height: 240,
+      mark: "line",
+      encoding: {
+        x: { field: "x", type: "quantitative", title: $("x").value, axis: { format: FORMATS[$("x").value], tickCount: { expr: "max(3, width / 110)" } } },
+        y: { field: "y", type: "quantitative", title: "loss", scale: isLog ? { type: "log", nice: false } : { zero: false }, axis: { format: "~r", tickCount: 5 } },
+        color: { field: "colour", type: "nominal", scale: { domain, range }, legend: domain.length <= MOST_NAMED ? legend : null },
+        detail: { field: "run", type: "nominal" },
+        opacity: { condition: { test: "lit >= 0 && datum.run !== lit", value: 0.12 }, value: shown.length > 50 ? 0.6 : 0.9 },
+        size: { condition: { test: "datum.run === lit", value: 3 }, value: 1.3 },
+      },
+    }, rows);
+    light(lit);
+  }
+
+  // The row and the curve of a run light up together, wherever the pointer is.
+  function light(run, at = null) {
+    lit?.tr.classList.remove("lit");
+    lit = run;
+    lit?.tr.classList.add("lit");
+    const value = at === null ? "" : `: ${$("x").value} ${number(at.x)}, loss ${number(at.y)}`;
+    $("lit").textContent = lit === null
+      ? "A run's mark in the table has the colour of its curve. Press marks to compare those runs alone; point at a row or at a curve to see which belong together."
+      : `${lit.row.id} ${label(lit.row)}${value}`;
+    drawing = drawing.then(() => drawn.get("curves")?.view.view.signal("lit", lit?.number ?? -1).runAsync());
+  }
+  function nearest(event) {
+    const view = drawn.get("curves")?.view.view;
+    if (!view || rows.length === 0) return null;
+    const [left, top] = view.origin();
+    const frame = view.container().getBoundingClientRect();
+    const [px, py] = [event.clientX - frame.left - left, event.clientY - frame.top - top];
+    const [x, y] = [view.scale("x"), view.scale("y")];
+    let best = null;
+    let least = 20;
+    for (const row of rows) {
+      const away = Math.hypot(x(row.x) - px, y(row.y) - py);
+      if (away < least) [best, least] = [row, away];
+    }
+    return best;
+  }
+  $("curves").onpointermove = (event) => {
+    const at = nearest(event);
+    if (at !== null || lit !== null) light(at === null ? null : runs.get(String(at.run)), at);
+  };
+  $("curves").onpointerleave = () => light(null);
+  $("curves").onclick = (event) => {
+    const at = nearest(event);
+    if (at !== null) runs.get(String(at.run)).tr.scrollIntoView({ block: "center" });
+  };
+  for (const name of ["x", "y", "smooth", "colour"]) $(name).oninput = drawCurves;
+  addEventListener("resize", drawCurves);
+
+  function download(name, url) {
+    element("a", "", { href: url, download: name }).click();
+  }
+  $("png").onclick = async () => download("runs.png", await drawn.get("curves").view.view.toImageURL("png", 2));
+  $("csv").onclick = () => {
+    const names = [...new Set(shownRuns().flatMap(({ row }) => Object.keys(row.params ?? {})))];
+    const lines = shownRuns().flatMap((run) => points(run).map(([step, loss, time, samples]) =>
+      [run.row.id, ...names.map((name) => run.row.params?.[name] ?? ""), step, time, samples ?? "", loss]));
+    const quoted = (value) => `"${String(value).replaceAll('"', '""')}"`;
+    const text = [["run", ...names, "step", "time", "samples", "loss"], ...lines].map((line) => line.map(quoted).join()).join("\n");
+    const url = URL.createObjectURL(new Blob([text], { type: "text/csv" }));
+    download("runs.csv", url);
+    setTimeout(() => URL.revokeObjectURL(url), 10000);
+  };
 
   listen(() => `${base}/news`, (news) => {
     now = news.now;
@@ -319,20 +429,34 @@ function showList() {
       if (!run) continue;
       run.curve = curve;
       drawSpark(run);
-      curvesChanged = true;
     }
     drawCurves();
     document.documentElement.dataset.runs = runs.size;
   });
-  setInterval(drawCurves, 2000);
 }
 
 // ---- one run
 
 function showRun() {
+  // The report is older than the row, so its step and loss are those of the row while it trains.
+  let newest = null;
+  function freshen() {
+    if (newest?.phase !== "training") return;
+    const { step, total_steps: total, remaining_s: left, loss } = newest;
+    const more = [total ? `of ${number(total)}` : "", left === null ? "" : `${duration(left)} to go`];
+    const fresh = { Step: [step, more.filter(Boolean).join(", ")], Loss: [loss, null] };
+    for (const dt of document.querySelectorAll("#report .tiles dt")) {
+      const [value, small] = fresh[dt.textContent] ?? [null, null];
+      if (value !== null) dt.nextElementSibling.textContent = number(value);
+      if (small) dt.parentElement.lastElementChild.textContent = small;
+    }
+  }
   function showNow(row) {
-    document.title = `${row.id}: ${row.phase}`;
-    $("run-id").textContent = row.id;
+    newest = row;
+    freshen();
+    document.title = `${label(row)}: ${row.phase}`;
+    $("title").textContent = label(row);
+    $("title").title = row.id;
     $("phase").textContent = row.phase;
     $("phase").className = `badge ${row.phase}`;
     const parts = [`${nodes(row)} nodes`];
@@ -409,6 +533,7 @@ function showRun() {
         if (!answer.ok) throw new Error(await answer.text());
         const { html, charts } = await answer.json();
         replaceReport(html);
+        freshen();
         charts.forEach(({ name, spec }) => draw(name, spec));
         await drawing;
         document.documentElement.dataset.version = version;
@@ -534,7 +659,7 @@ function showControl() {
       const asked = { command };
       if (command === "resume") asked.nodes = $("nodes").value.trim();
       if (command === "preempt" || command === "kill") asked.node = $("node").value;
-      if (!confirm(`${button.textContent}${asked.node ? ` (${asked.node})` : ""}?`)) return;
+      if (!confirm(button.dataset.ask.replace("NODE", $("node").selectedOptions[0]?.text ?? ""))) return;
       $("answer").hidden = false;
       $("answer").textContent = `${command} ...`;
       try {

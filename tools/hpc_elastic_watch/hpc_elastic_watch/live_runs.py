@@ -65,7 +65,7 @@ _SHARE = 10
 """At most a tenth of the time is spent on one page."""
 _FIND_S = 30.0
 _CLOSE_S = 1.0
-_CURVE_COLUMNS = 20
+_CURVE_COLUMNS = 30
 _LONGEST_TEXT = 200
 _LARGEST = 1e300
 """Numbers beyond it, and those that are none, are shown as text."""
@@ -97,7 +97,7 @@ class LiveRun:
     page: Page | None = None
     version: int = 0
     """Version of `row`."""
-    curve: Sequence[Sequence[float]] = ()
+    curve: Sequence[Sequence[float | None]] = ()
     curve_version: int = 0
     num_viewers: int = 0
     _view: RunView | None = None
@@ -162,12 +162,12 @@ class LiveRun:
             status = read_json(RunDir(self.path).status)
         except (OSError, ValueError):
             status = None
+        self._hosts = self._hosts if status is None else hosts_of(status)
         updated = number((status or {}).get("updated"))
         if view is None or status is None or updated is None or updated == view.updated:
             return
         before = view.status
         point = with_known(Point.of(status, updated), before)
-        self._hosts = hosts_of(status)
         if before is None or (point.phase, point.round) != (before.phase, before.round):
             self._viewed_at = -math.inf
         is_shown = view.phase in (TRAINING, "waiting", "starting", "queued", "requeued")
@@ -448,8 +448,8 @@ def row_of(view: RunView) -> Row:
     """Return what a view shows of a run; unknown values are None.
 
     ``phase``, ``nodes`` (in the group now), ``min_nodes``, ``max_nodes``, ``step``,
-    ``total_steps``, ``loss``, ``steps_per_s``, ``samples_per_s``, ``remaining_s``, ``restarts``,
-    ``submitted`` and ``ended`` (Unix seconds), ``why`` (it ended, or is unknown),
+    ``total_steps``, ``loss``, ``steps_per_s``, ``samples_per_s``, ``samples``, ``remaining_s``,
+    ``restarts``, ``submitted`` and ``ended`` (Unix seconds), ``why`` (it ended, or is unknown),
     ``members`` (tasks of the group) and ``directory``.
     """
     spec, status, ended = view.spec, view.status or Point(view.now, "unknown"), view.ended
@@ -457,15 +457,16 @@ def row_of(view: RunView) -> Row:
     left_s = None
     if pace and status.step is not None and status.total_steps is not None:
         left_s = max(0, status.total_steps - status.step) / pace
+    is_known = ended is None and view.phase != "unknown"
     problem = None if spec is not None or not view.notes else view.notes[0]
     row = {
         "directory": str(view.run.path), "phase": view.phase,
-        "nodes": status.nodes if view.trains else 0 if ended is None else None,
+        "nodes": status.nodes if view.trains else 0 if is_known else None,
         "min_nodes": spec and spec.settings.nodes.min,
         "max_nodes": spec and spec.settings.nodes.max,
         "step": status.step, "total_steps": status.total_steps, "loss": _finite(status.loss),
         "steps_per_s": pace, "samples_per_s": status.samples_per_s if view.trains else None,
-        "remaining_s": left_s, "restarts": view.restarts[0],
+        "samples": status.samples, "remaining_s": left_s, "restarts": view.restarts[0],
         "submitted": view.submitted, "ended": None if ended is None else ended.time,
         "why": problem if ended is None else ended.why,
         "members": [task for task, _ in view.members] if view.trains else [],
@@ -511,14 +512,14 @@ def params_of(run: Path, spec: RunSpec) -> dict[str, Any]:
     return found
 
 
-def curve_of(points: Sequence[Point]) -> list[list[float]]:
-    """Return the loss by step, as a few points that look the same in a small picture."""
+def curve_of(points: Sequence[Point]) -> list[list[float | None]]:
+    """Return step, loss, time and samples of a few points that look the same in a small picture."""
     known = [
-        (float(p.step), p.loss) for p in points
+        (float(p.step), p.loss, round(p.time), p.samples) for p in points
         if p.step is not None and p.loss is not None and math.isfinite(p.loss)
     ]  # fmt: skip
-    kept = charts.series(sorted(known), _CURVE_COLUMNS)
-    return [[step, float(f"{loss:.4g}")] for step, loss in kept]
+    kept = charts.series(sorted(known, key=lambda point: point[0]), _CURVE_COLUMNS)
+    return [[step, float(f"{loss:.4g}"), *more] for step, loss, *more in kept]
 
 
 def _shown(value: Any) -> Any:

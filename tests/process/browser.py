@@ -172,12 +172,12 @@ class LivePage:
             time.sleep(0.05)
         return found
 
-    def picture(self, file: Path, *, whole: bool = False) -> None:
-        """Write what is to be seen."""
-        size = self.value("[innerWidth, document.documentElement.scrollHeight]") if whole else None
-        clip = {"clip": {"x": 0, "y": 0, "width": size[0], "height": min(size[1], 6000),
-                         "scale": 1}} if size else {}  # fmt: skip
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=whole, **clip)
+    def picture(self, file: Path, *, height: int | None = None) -> None:
+        """Write what is to be seen; with ``height``, at most as much of the whole page."""
+        size = self.value("[innerWidth, document.documentElement.scrollHeight]")
+        clip = {"clip": {"x": 0, "y": 0, "width": size[0], "height": min(size[1], height),
+                         "scale": 1}} if height else {}  # fmt: skip
+        shot = self.call("Page.captureScreenshot", captureBeyondViewport=bool(height), **clip)
         file.write_bytes(base64.b64decode(shot["data"]))
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import click
 import figures
 
 from hpc_elastic import errors
-from hpc_elastic.cli.main import error_code, program
+from hpc_elastic.cli.main import program
 from hpc_elastic.config import schema
 from hpc_elastic.config.timeouts import ORDER
 from hpc_elastic.report.log_files import NothingSelectedError
@@ -323,7 +323,7 @@ def _error_rows() -> Iterator[str]:
             is_own = issubclass(error, errors.ConfigError)
             meaning = (error.__doc__ or "").splitlines()[0].replace("``", "`")
             remedy = "of the setting that `key` names" if is_own else error.remedy
-            yield f"| `{error_code(error.__name__)}` | {meaning} | {remedy} |"
+            yield f"| `{errors.error_code(error.__name__)}` | {meaning} | {remedy} |"
 
 
 def _help(context: click.Context) -> str:
@@ -347,9 +347,10 @@ A command that fails prints an object on standard output, and its message on sta
 
 - `code`: the class of the error, as in `hpc_elastic.errors`.
 - `key`: the setting or argument that was refused, or null.
-- `remedy`: what to do about the setting, or about errors of the class; the message may name more.
+- `remedy`: what to do about it; by default that of the class, and the message may name more.
 
-The exit code is as without `--json`. The message for an unknown option is on standard error only.
+The exit code is as without `--json`. If the script of a submission fails, the error is the one that
+its launcher has found, or else a `script-error`.
 
 | code | meaning | remedy |
 |---|---|---|

@@ -4,6 +4,7 @@
     |- ConfigError (ValueError)          a setting is wrong; names the key and the remedy
     |  `- InexactError                   a training would not be exact, or nothing could show it
     |- SubmissionError                   the run could not be handed to the scheduler
+    |  `- ScriptError                    the script that submits it has failed
     |- RunDirectoryError                 a run directory is missing, unwritable or not ours
     |  |- DamagedFileError (ValueError)  a file in it does not hold what it should
     |  `- UntrustedRunError              others may write it, or it belongs to another user
@@ -42,6 +43,7 @@ acts on their types.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 from hpc_elastic._util import cleaned_lines
@@ -54,13 +56,28 @@ class HpcElasticError(Exception):
     it on a terminal, it has no control characters.
 
     Attributes:
-        remedy: What to do about errors of this class; the text may name more.
+        remedy: What to do about it, by default about errors of its class; the text may name more.
     """
 
     remedy = "do what the message says; `hpc-elastic doctor` checks the cluster"
 
+    def __init__(self, *args: object, remedy: str | None = None) -> None:
+        super().__init__(*args)
+        if remedy is not None:
+            self.remedy = remedy
+
     def __str__(self) -> str:
         return cleaned_lines(super().__str__(), colours=False)
+
+    def to_json(self) -> dict[str, str | None]:
+        """Return what commands print of it with ``--json``; its code is the name of its class."""
+        code, key = error_code(type(self).__name__), getattr(self, "key", None)
+        return {"code": code, "message": str(self), "key": key, "remedy": self.remedy}
+
+
+def error_code(name: str) -> str:
+    """Return the code of a class of errors by its name, such as ``config-error`` (pure)."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", name).lower()
 
 
 class PermanentError(HpcElasticError):
@@ -79,8 +96,7 @@ class ConfigError(HpcElasticError, ValueError):
     def __init__(self, key: str, value: object, remedy: str) -> None:
         self.key = key
         self.value = value
-        self.remedy = remedy
-        super().__init__(f"{key}={value!r}: {remedy}")
+        super().__init__(f"{key}={value!r}: {remedy}", remedy=remedy)
 
 
 _EXACTNESS = "docs/explanation/exactness.md"
@@ -103,10 +119,25 @@ class SubmissionError(HpcElasticError):
     remedy = "mend what the message names, and submit again"
 
 
+class ScriptError(SubmissionError):
+    """The script that submits has failed, or another launcher; it has printed why."""
+
+    remedy = "mend what standard error shows, and repeat the command"
+
+    def __init__(self, what: str, exit_code: int, reported: dict[str, str | None] | None) -> None:
+        how = f"exit code {exit_code}" if exit_code >= 0 else f"signal {-exit_code}"
+        super().__init__(f"{what} ended with {how}; its output is on standard error")
+        self._reported = reported
+
+    def to_json(self) -> dict[str, str | None]:
+        """Return the error that its launcher has reported, if there is one."""
+        return self._reported or super().to_json()
+
+
 class RunDirectoryError(HpcElasticError, OSError):
     """A run directory is missing, unwritable, or was not made by hpc_elastic."""
 
-    remedy = "give a run directory, or an id of `hpc-elastic list`"
+    remedy = "mend what the message names; `hpc-elastic list` shows your runs and their states"
 
 
 class DamagedFileError(RunDirectoryError, ValueError):
@@ -142,7 +173,6 @@ class SlurmCommandError(SlurmError):
 
     def __init__(self, argv: Sequence[str], exit_code: int | None, stderr: str) -> None:
         self.argv: list[str] = list(argv)
-        self.exit_code = exit_code
         self.stderr = stderr
         how = "could not be run" if exit_code is None else f"exited with {exit_code}"
         super().__init__(f"`{' '.join(argv)}` {how}: {stderr.strip()}")

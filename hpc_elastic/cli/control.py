@@ -10,7 +10,7 @@ import click
 
 from hpc_elastic._util import quoted
 from hpc_elastic.cli import options
-from hpc_elastic.errors import SubmissionError
+from hpc_elastic.errors import ScriptError
 from hpc_elastic.run.directory import RunDir
 
 _CANCEL_EXAMPLES = """
@@ -164,7 +164,9 @@ def _resume_locally(run: Path, overrides: Sequence[str]) -> dict[str, Any]:
             wait([handle], poll_interval_s=resumption.plan.launcher.poll_interval_s)
 
     resumed = detach.in_background(work)
-    if "error" in resumed or not resumed:
-        why = resumed.get("error", "the launcher ended; its traceback is above")
-        raise SubmissionError(str(why))
+    error = resumed.get("error")
+    if error or not resumed:
+        why = error["message"] if error else "the launcher ended; its traceback is above"
+        options.print_message(why)
+        raise ScriptError("the launcher", 1, error)
     return resumed

@@ -89,10 +89,10 @@ def init_command(name: str | None, partition: str | None, agents: bool, force: b
         why = str(e).splitlines()[0]
         line = f"no cluster file: run `hpc-elastic init` again on a login node; here {why}"
     click.echo(line)
-    click.echo(f"next:\n  python {script} {launcher}=local nodes=1:2")
+    click.echo(f"next:\n  python {script} -m {launcher}=local nodes=1:2")
     if cluster is not None:
         click.echo("  hpc-elastic doctor         whether runs will work on this cluster")
-        click.echo(f"  python {script} {launcher}={cluster} nodes=1:4")
+        click.echo(f"  python {script} -m {launcher}={cluster} nodes=1:4")
     return 0
 
 

@@ -193,7 +193,7 @@ class _Output:
 
 
 def _print_output(run: RunDir, query: Query, out: _Output) -> int:
-    """Print the output of a run; return 0, or 1 if it has none, or has not succeeded (follow)."""
+    """Print the output of a run; return 0, or 1 if it has not succeeded (follow)."""
     discovery = log_files.Discovery(run)
     if query.follow:
         return options.print_end(_follow(run, query, out, discovery))
@@ -202,14 +202,17 @@ def _print_output(run: RunDir, query: Query, out: _Output) -> int:
     if any(source.is_worker for source in sources):
         log_files.require_there(query.selection, sources)
     elif not chosen:
-        remedy = "; --agent shows the logs of the agents" if sources else ""
-        doing = read_view(run.path).describe()
-        raise RunDirectoryError(f"{run.path} has no output of workers yet; {doing}{remedy}")
+        remedy = "--agent shows the logs of the agents" if sources else ""
+        what = f"{run.path} has no output of workers yet; {read_view(run.path).describe()}"
+        what += f"; {remedy}" if remedy else ""
+        raise RunDirectoryError(what, remedy=remedy or "repeat the command once a task has started")
     out.writer.make_room(chosen)
     out.write(_so_far(chosen, query, {}))
     if not out.num_lines:
-        options.print_message(f"no output; {read_view(run.path).describe()}")
-    return 0 if out.num_lines else 1
+        remedy = "repeat the command later, or leave options out; `events` shows what happened"
+        what = f"no output; {read_view(run.path).describe()}"
+        raise log_files.NothingSelectedError(what, remedy=remedy)
+    return 0
 
 
 def _so_far(chosen: Sequence[LogSource], query: Query, until: dict[Path, int]) -> Iterator[LogLine]:

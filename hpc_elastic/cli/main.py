@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -126,27 +125,21 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _error_json(error: Exception) -> dict[str, Any]:
-    """Return an error as JSON; its code is the name of its class, or ``os-error``.
+    """Return an error as JSON: its own, an ``os-error``, or a ``usage-error``.
 
-    A wrong argument is the error that has found it, or a ``usage-error``.
+    A wrong argument is the error that has found it.
     """
     if isinstance(error, click.ClickException) and isinstance(error.__cause__, HpcElasticError):
         error = error.__cause__
     if isinstance(error, HpcElasticError):
-        name, message, remedy = type(error).__name__, str(error), error.remedy
-    elif isinstance(error, OSError):
-        name, message, remedy = "OSError", _message(error), "check the path and its permissions"
+        return {"error": error.to_json()}
+    if isinstance(error, OSError):
+        code, message, remedy = "os-error", _message(error), "check the path and its permissions"
     else:
         assert isinstance(error, click.ClickException)
-        name, message = "UsageError", error.format_message()
+        code, message = "usage-error", error.format_message()
         remedy = "the --help of the command describes its arguments"
-    key = getattr(error, "key", None)
-    return {"error": {"code": error_code(name), "message": message, "key": key, "remedy": remedy}}
-
-
-def error_code(name: str) -> str:
-    """Return the code of a class of errors by its name, such as ``config-error`` (pure)."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", name).lower()
+    return {"error": {"code": code, "message": message, "key": None, "remedy": remedy}}
 
 
 def _message(error: HpcElasticError | OSError) -> str:
@@ -206,6 +199,12 @@ class _Commands(click.Group):
 
 class _Program(_Commands):
     """The whole program: errors as JSON, and the end of the output."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Note whether --json was given, before an argument is refused."""
+        end = args.index("--") if "--" in args else len(args)
+        ctx.meta[options.JSON] = "--json" in args[:end]
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command; a closed pipe (``| head``) is no error."""

@@ -69,10 +69,13 @@ def find_node(run: Path, name: str) -> NamedNode:
     files = RunDir(run)
     spec = ownership.load_own(files, files.notices, files.event_logs)
     result, mark = read_result_status(files), files.cancellation()
+    remedy = f"`hpc-elastic resume {spec.run_id}` restarts a run that has failed or was cancelled"
     if result is not None:
-        raise RunDirectoryError(f"{files.path} has ended ({result}), and has no nodes")
+        what = f"{files.path} has ended ({result}), and has no nodes"
+        raise RunDirectoryError(what, remedy=remedy)
     if mark is not None:
-        raise RunDirectoryError(f"{files.path} was cancelled{mark.by_whom}, and leaves its nodes")
+        what = f"{files.path} was cancelled{mark.by_whom}, and leaves its nodes"
+        raise RunDirectoryError(what, remedy=remedy)
     states = _states(spec)
     hosts = {
         task: state.node or "an unknown node"
@@ -80,18 +83,20 @@ def find_node(run: Path, name: str) -> NamedNode:
         if state.phase is Phase.RUNNING
     }
     found = [task for task, host in hosts.items() if name in (task, host, host.partition(".")[0])]
-    if len(found) > 1:
-        several = ", ".join(found)
-        raise RunDirectoryError(f"{name} has several tasks of the run; give one of them: {several}")
-    if not found and name in states:
-        raise RunDirectoryError(f"task {name} has no node: it is {states[name].state}")
-    if not hosts:
-        waiting = sum(state.phase is Phase.PENDING for state in states.values())
-        raise RunDirectoryError(f"{name}: the run has no node now; pending tasks: {waiting}")
-    if not found:
-        named = ", ".join(f"{host} (task {task})" for task, host in hosts.items())
-        near = near_miss(name, hosts.values())
-        raise RunDirectoryError(f"{name} is not a node of the run{near}; its nodes: {named}")
+    if len(found) != 1:
+        if found:
+            what = f"{name} has several tasks of the run; give one of them: {', '.join(found)}"
+        elif name in states:
+            what = f"task {name} has no node: it is {states[name].state}"
+        elif not hosts:
+            waiting = sum(state.phase is Phase.PENDING for state in states.values())
+            what = f"{name}: the run has no node now; pending tasks: {waiting}"
+        else:
+            named = ", ".join(f"{host} (task {task})" for task, host in hosts.items())
+            near = near_miss(name, hosts.values())
+            what = f"{name} is not a node of the run{near}; its nodes: {named}"
+        remedy = f"give a node or a task that `hpc-elastic status {spec.run_id}` shows as running"
+        raise RunDirectoryError(what, remedy=remedy)
     (task,) = found
     return NamedNode(files, spec, task, hosts[task], states[task].restarts or 0)
 

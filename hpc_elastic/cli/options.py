@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpc_elastic.report.run_view import RunView
 
 JSON = "hpc_elastic.json"
-"""Key in the context of a command: whether its output is JSON."""
+"""Key in the context of a command: whether --json was given, also if an argument is wrong."""
 NAMED_LAST = "hpc_elastic.named_last"
 """Key in the context of a command: whether its run was given as ``last``."""
 LAST = "last"
@@ -61,7 +61,8 @@ def find_run(name: str, *, here: bool = False) -> Path:
     else:
         near = near_miss(name, [LAST, *(run.run_id for run in known)])
         what = f"{name}: no such directory or id{near}"
-    raise RunDirectoryError(f"{what}; give a run directory, or an id of `hpc-elastic list`")
+    remedy = "give a run directory, or an id of `hpc-elastic list`"
+    raise RunDirectoryError(f"{what}; {remedy}", remedy=remedy)
 
 
 def is_sweep(folder: Path) -> bool:
@@ -83,11 +84,13 @@ def _run_below(folder: Path) -> Path:
     runs = sorted(runs_below(folder))
     if not runs:
         remedy = "give the directory of a run, or an id of `hpc-elastic list`"
-        raise RunDirectoryError(f"{folder} is a sweep directory without a run: {remedy}")
+        what = f"{folder} is a sweep directory without a run"
+        raise RunDirectoryError(f"{what}: {remedy}", remedy=remedy)
     if len(runs) > 1:
         names = ", ".join(str(run.relative_to(folder)) for run in runs[:5])
         names += ", ..." if len(runs) > 5 else ""
-        raise RunDirectoryError(f"{folder} holds {len(runs)} runs; give one of them: {names}")
+        remedy = f"give one of them: {names}"
+        raise RunDirectoryError(f"{folder} holds {len(runs)} runs; {remedy}", remedy=remedy)
     return runs[0]
 
 
@@ -139,12 +142,6 @@ class SweepName(RunName):
         return folder if folder.is_dir() else find_run(str(value))
 
 
-def _note_json(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
-    """Note that output is JSON, before another argument is refused."""
-    ctx.meta[JSON] = value
-    return value
-
-
 def _note_trust(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     """Trust the run until the command ends."""
     if value:
@@ -154,10 +151,7 @@ def _note_trust(ctx: click.Context, param: click.Parameter, value: bool) -> None
 run = click.argument("run", type=RunName(), metavar="RUN")
 changed_run = click.argument("run", type=RunName(is_changed=True), metavar="RUN")
 checkpoints = click.argument("run", type=RunName(or_folder=True), metavar="RUN")
-as_json = click.option(
-    "--json", "as_json", is_flag=True, is_eager=True, callback=_note_json,
-    help="Print JSON.",
-)  # fmt: skip
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 trust = click.option(
     "--trust", is_flag=True, is_eager=True, expose_value=False, callback=_note_trust,
     help="Act on a run of another user, or that others may write, all the same.",

@@ -134,7 +134,7 @@ def run_command(settings: list[str], command: list[str], detach: bool, as_json: 
     from hpc_elastic.agent import command as entry_module
     from hpc_elastic.api import launch_entry
     from hpc_elastic.config.resolve import read_setting, resolve
-    from hpc_elastic.errors import ConfigError, SubmissionError
+    from hpc_elastic.errors import ConfigError
     from hpc_elastic.launcher.local import machine_gpus
     from hpc_elastic.launcher.user_code import search_path
     from hpc_elastic.run.directory import COMMAND_MODULE, Entry
@@ -161,10 +161,7 @@ def run_command(settings: list[str], command: list[str], detach: bool, as_json: 
     if detach:
         resolve(run_settings, overrides=overrides)  # an error is raised here, not there
         argv = [sys.executable, "-m", "hpc_elastic", "run", *settings, "wait=false", "--", *command]
-        code, submitted = submit_by(argv)
-        if code != 0 or not submitted:
-            raise SubmissionError(f"nothing was submitted (exit code {code}): see the error above")
-        print_submitted(submitted, as_json=as_json)
+        print_submitted(submit_by(" ".join(command), argv), as_json=as_json)
         return 0
     launch_entry(
         lambda: Entry(

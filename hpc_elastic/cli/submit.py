@@ -13,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +24,7 @@ import click
 
 from hpc_elastic._util import quoted
 from hpc_elastic.cli import options
-from hpc_elastic.errors import SubmissionError
+from hpc_elastic.errors import ScriptError, SubmissionError
 from hpc_elastic.run.directory import ArrayFiles, RunDir
 from hpc_elastic.shared_files import read_text
 
@@ -127,8 +127,8 @@ def submit_command(
 
     With --id a call can be repeated, also after it was killed, with the same SCRIPT and overrides:
     it submits if nothing was submitted, and waits for an earlier call that is still at work. Other
-    overrides need another id: 1 to 64 letters, digits, `.`, `_` and `-`. A call that was killed is
-    repeated on the same host.
+    overrides need another id, unless nothing was submitted under this one. An id has 1 to 64
+    letters, digits, `.`, `_` and `-`. A call that was killed is repeated on the same host.
 
     Output of SCRIPT goes to standard error. `hpc-elastic run` takes scripts
     without Hydra.
@@ -151,11 +151,9 @@ def submit_command(
     if test_only:
         return _forecast(script, overrides, as_json=as_json)
     if name is not None:
-        code, submitted = _submit_once(name, script, overrides)
+        submitted = _submit_once(name, script, overrides)
     else:
-        code, submitted = submit_by(_argv(script, overrides))
-    if code != 0:
-        raise _failed(script, code)
+        submitted = submit_by(script, _argv(script, overrides))
     if not submitted:
         remedy = "add launcher=slurm, or +launcher=slurm"
         raise SubmissionError(f"{script} ended without submitting a run; {remedy}")
@@ -188,11 +186,6 @@ def _argv(script: str, overrides: Sequence[str]) -> list[str]:
     return [sys.executable, script, "--multirun", *overrides, "launcher.wait=false"]
 
 
-def _failed(script: str, code: int) -> SubmissionError:
-    how = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}"
-    return SubmissionError(f"{script} {how}; nothing else was submitted")
-
-
 def print_submitted(submitted: Sequence[dict[str, Any]], *, as_json: bool) -> None:
     """Print what launchers have reported (`submit_by`)."""
     if as_json:
@@ -215,27 +208,52 @@ def print_run(run_id: str, folder: Path) -> None:
         print(f"  hpc-elastic {what.format(run_id)}")
 
 
-def _submit_once(
-    name: str, script: str, overrides: Sequence[str]
-) -> tuple[int, list[dict[str, Any]]]:
+def _submit_once(name: str, script: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
     from hpc_elastic.errors import ConfigError
     from hpc_elastic.launcher.submission_id import submit_once
 
+    file = None
+
     def submit(report: Path, inherited: int) -> tuple[int, list[dict[str, Any]]]:
+        nonlocal file
+        file = report
         return _run(_argv(script, overrides), report, [inherited])
 
     try:
-        return submit_once(name, script, overrides, submit)
+        code, submitted = submit_once(name, script, overrides, submit)
     except ConfigError as e:
         raise click.UsageError(str(e)) from e
+    if file is not None:
+        _require_success(script, code, file)
+    return submitted
 
 
-def submit_by(argv: Sequence[str]) -> tuple[int, list[dict[str, Any]]]:
-    """Return the exit code of a launcher, and its submissions; one of local runs keeps running."""
+@contextmanager
+def _report() -> Iterator[Path]:
+    """Yield an empty report file, for the time of a block."""
     with tempfile.TemporaryDirectory(prefix="hpc-elastic-") as folder:
         report = Path(folder, "report")
         report.touch()
-        return _run(argv, report)
+        yield report
+
+
+def _require_success(script: str, exit_code: int, report: Path) -> None:
+    """Raise ScriptError, with what its launcher has reported, if a script has failed."""
+    from hpc_elastic.launcher import detach
+
+    if exit_code != 0:
+        raise ScriptError(script, exit_code, detach.read_error(report))
+
+
+def submit_by(what: str, argv: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the submissions of a launcher; one of local runs keeps running.
+
+    Raises ScriptError, which names `what`, if the launcher fails.
+    """
+    with _report() as report:
+        code, submitted = _run(argv, report)
+        _require_success(what, code, report)
+        return submitted
 
 
 def _run(
@@ -271,22 +289,28 @@ def _run(
 def dry_run(script: str, arguments: Sequence[str]) -> tuple[str, list[Path]]:
     """Run a script as a dry run, which writes its files and submits nothing.
 
-    Returns its standard output, and the batch scripts that it has written; raises SubmissionError
-    if it fails or writes none.
+    Returns its standard output, and the batch scripts that it has written. Raises ScriptError if
+    the script fails, and SubmissionError if it writes none.
     """
+    from hpc_elastic.launcher import detach
     from hpc_elastic.launcher.submit import RENDERED
 
     argv = [sys.executable, script, "--multirun", *arguments, "launcher.dry_run=true"]
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    with _report() as report:
+        done = subprocess.run(
+            argv, env={**os.environ, detach.VARIABLE: str(report)}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        if done.returncode != 0:
+            sys.stderr.write(done.stdout)
+            _require_success(script, done.returncode, report)
     lines = done.stdout.splitlines()
     scripts = [Path(line.removeprefix(RENDERED)) for line in lines if line.startswith(RENDERED)]
-    if done.returncode == 0 and scripts:
-        return done.stdout, scripts
-    sys.stderr.write(done.stdout)
-    if done.returncode != 0:
-        raise _failed(script, done.returncode)
-    remedy = "only launcher=slurm makes one: add launcher=slurm, or +launcher=slurm"
-    raise SubmissionError(f"{script} made no batch script; {remedy}")
+    if not scripts:
+        sys.stderr.write(done.stdout)
+        remedy = "only launcher=slurm makes one: add launcher=slurm, or +launcher=slurm"
+        raise SubmissionError(f"{script} made no batch script; {remedy}")
+    return done.stdout, scripts
 
 
 def _render(script: str, arguments: Sequence[str], output: Path | None, *, as_json: bool) -> int:

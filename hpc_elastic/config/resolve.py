@@ -120,7 +120,7 @@ def resolve_sweeper(raw: Mapping[str, Any]) -> OptunaSettings:
 
 def _raise_all(errors: Sequence[ConfigError]) -> None:
     if errors:
-        error = ConfigError(errors[0].key, errors[0].value, "")
+        error = ConfigError(errors[0].key, errors[0].value, errors[0].remedy)
         error.args = ("\n".join(map(str, errors)),)
         raise error
 

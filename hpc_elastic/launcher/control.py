@@ -288,7 +288,7 @@ def require_stopped(run: RunDir, spec: RunSpec) -> None:
     ending = None if last is None or last.ending is None else last.ending.status
     if "succeeded" in (read_result_status(run), ending):
         remedy = "there is nothing to resume; to train on, submit a run that loads its checkpoint"
-        raise RunDirectoryError(f"{run.path} has succeeded: {remedy}")
+        raise RunDirectoryError(f"{run.path} has succeeded: {remedy}", remedy=remedy)
     left = Scheduler(run, spec).list_live_tasks()
     if left:  # once the run has ended, an epilog or a stage-out may take hours
         view = read_view(run.path, lambda specs: QueueSnapshot())  # by its files
@@ -297,8 +297,9 @@ def require_stopped(run: RunDir, spec: RunSpec) -> None:
     if left:
         names = ", ".join(f"{task.task} ({task.state})" for task in list(left.values())[:4])
         more = f" and {len(left) - 4} more" if len(left) > 4 else ""
-        remedy = "to end it first: hpc-elastic cancel"
-        raise RunDirectoryError(f"{run.path} still has tasks: {names}{more}; {remedy} {run.path}")
+        remedy = f"to end it first: hpc-elastic cancel {run.path}"
+        what = f"{run.path} still has tasks: {names}{more}"
+        raise RunDirectoryError(f"{what}; {remedy}", remedy=remedy)
 
 
 def _last_entry(run: RunDir) -> tuple[int, LogEntry | None]:

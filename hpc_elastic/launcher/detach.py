@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.launcher.plan import Plan
 from hpc_elastic.launcher.run_handle import SubmittedJobs
 from hpc_elastic.run.directory import Submission
@@ -114,6 +115,13 @@ def report_started(file: Path, plan: Plan) -> None:
         append(file, {"stage": STARTED})
 
 
+def report_error(error: HpcElasticError) -> None:
+    """Report the error with which the launcher ends."""
+    file = report_file()
+    if file is not None and not _has_left():
+        append(file, {"error": error.to_json()})
+
+
 def append(file: Path, line: Mapping[str, Any]) -> None:
     """Append a line to a report, also behind one that a killed process has left unfinished."""
     with file.open("ab+") as f:
@@ -125,6 +133,14 @@ def append(file: Path, line: Mapping[str, Any]) -> None:
 def read_report(file: Path) -> list[dict[str, Any]]:
     """Return the submissions in a report file."""
     return [line for line in read_lines(file) if "runs" in line]
+
+
+def read_error(file: Path) -> dict[str, str | None] | None:
+    """Return the error of the last launcher in a report file; None if it has reported none."""
+    found = None
+    for line in read_lines(file):
+        found = None if line.get("stage") == ATTEMPT else line.get("error", found)
+    return found
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
@@ -178,8 +194,6 @@ def in_background(work: Callable[[Callable[[dict[str, Any]], None]], None]) -> d
 
 
 def _run_and_exit(work: Callable[[Callable[[dict[str, Any]], None]], None], writes: int) -> None:
-    from hpc_elastic.errors import HpcElasticError
-
     is_open = True
 
     def send_once(report: dict[str, Any]) -> None:
@@ -194,7 +208,7 @@ def _run_and_exit(work: Callable[[Callable[[dict[str, Any]], None]], None], writ
         work(send_once)
         code = 0
     except HpcElasticError as e:
-        send_once({"error": str(e)})
+        send_once({"error": e.to_json()})
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else 1
     except BaseException:

@@ -2,7 +2,7 @@
 
 ``hpc-elastic submit --id ID`` keeps two files of each id in the user's state folder:
 
-    $XDG_STATE_HOME/hpc_elastic/ids/<ID>.json     the script, its overrides, and the host; made once
+    $XDG_STATE_HOME/hpc_elastic/ids/<ID>.json     the script, its overrides, and the host
     $XDG_STATE_HOME/hpc_elastic/ids/<ID>.report   how far it has come, see `launcher.detach`
 
 A call holds the id while it is at work: an abstract Unix socket, bound to a name that is made of
@@ -40,7 +40,7 @@ from hpc_elastic.launcher import detach, slurm
 from hpc_elastic.launcher.run_handle import mark_cancelled
 from hpc_elastic.run import registry
 from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, RunDir, Submission
-from hpc_elastic.shared_files import create_atomic, make_folder, read_json
+from hpc_elastic.shared_files import create_atomic, make_folder, read_json, write_atomic
 from hpc_elastic.slurm.client import SlurmClient
 
 _FORM = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -68,7 +68,7 @@ def decide(report: Report, *, is_over: bool) -> Next:
     ``is_over``: no process of these calls is left.
     """
     begins = [at for at, line in enumerate(report) if line.get("stage") == detach.ATTEMPT]
-    lines = report[begins[-1] + 1 :] if begins else []
+    lines = [line for line in report[begins[-1] + 1 :] if "error" not in line] if begins else []
     submitted = [line for line in lines if "runs" in line]
     end = lines.pop() if lines and lines[-1].get("stage") == detach.ENDED else None
     code = None if end is None else end["exit_code"]
@@ -103,21 +103,14 @@ class _Id:
     def report(self) -> Path:
         return self.record.with_suffix(".report")
 
-    def require_same(self, script: str, overrides: Sequence[str]) -> str:
-        """Make the record, or compare it; return the host of the first call."""
-        given: dict[str, Any] = {
-            "script": str(Path(script).resolve()), "overrides": list(overrides),
-        }  # fmt: skip
+    def read_or_make(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the record; without one, make that of a first call."""
         known = read_json(self.record)
         if known is None:
             make_folder(self.record.parent, parents=True, mode=0o700)
-            content = {**given, "host": socket.gethostname(), "token": secrets.token_hex(8)}
-            create_atomic(self.record, json.dumps(content) + "\n", mode=0o600)
-            known = read_json(self.record) or content
-        if {key: known.get(key) for key in given} != given:
-            old, new = (shlex.join([c["script"], *c["overrides"]]) for c in (known, given))
-            raise ConfigError("--id", self.name, f"it is the id of `{old}`, not of `{new}`")
-        return str(known["host"])
+            create_atomic(self.record, json.dumps(given) + "\n", mode=0o600)
+            known = read_json(self.record) or given
+        return known
 
     @contextmanager
     def held(self) -> Iterator[int | None]:
@@ -144,21 +137,31 @@ def submit_once(
 
     ``submit`` runs the script: it gets the report file, and a file that the script inherits. Each
     submission gets the key ``repeated``. Raises ConfigError if the id is malformed, or that of
-    another script or of other overrides; SubmissionError if it is unknown what was submitted.
+    another script or of other overrides, by which something may have been submitted;
+    SubmissionError if it is unknown what was submitted.
     """
     if not _FORM.fullmatch(name):
         raise ConfigError("--id", name, "give 1 to 64 letters, digits, `.`, `_` or `-`")
     own, has_told = _Id(name), False
-    host = own.require_same(script, overrides)
+    what: dict[str, Any] = {"script": str(Path(script).resolve()), "overrides": list(overrides)}
+    given = {**what, "host": socket.gethostname(), "token": secrets.token_hex(8)}
     while True:
         with own.held() as inherited:
+            known = own.read_or_make(given)
+            host = str(known["host"])
             own.report.touch(mode=0o600)
             report = detach.read_lines(own.report)
             is_here = host == socket.gethostname()
             step = decide(report, is_over=inherited is not None and is_here)
+            if any(known.get(key) != what[key] for key in what):
+                if step is not Next.SUBMIT:
+                    old, new = (shlex.join([c["script"], *c["overrides"]]) for c in (known, given))
+                    remedy = f"it is the id of `{old}`, not of `{new}`: give another id for that"
+                    raise ConfigError("--id", name, remedy)
+                write_atomic(own.record, json.dumps(given) + "\n", mode=0o600)
             if step is Next.WAIT and not is_here:
-                what = f"only {host} knows whether the call there is still at work"
-                raise SubmissionError(f"{name}: {what}: repeat it there, or give another --id")
+                why = f"only {host} knows whether the call there is still at work"
+                raise SubmissionError(f"{name}: {why}: repeat it there, or give another --id")
             if step is Next.ADOPT:
                 adopted = _adopt(name, report)
                 step = Next.SUBMIT if adopted is None else Next.REPEAT

@@ -51,6 +51,7 @@ from hpc_elastic.config.frozen import (
 from hpc_elastic.config.resolve import resolve
 from hpc_elastic.config.schema import TOP_LEVEL
 from hpc_elastic.errors import ConfigError, HpcElasticError
+from hpc_elastic.launcher import detach
 from hpc_elastic.launcher.hydra_compose import SharingLoader, name_overrides, settings_in
 from hpc_elastic.launcher.plan import RunRequest
 from hpc_elastic.launcher.run_handle import RunHandle
@@ -121,10 +122,12 @@ def hide_traceback(error: HpcElasticError) -> LauncherError:
 
 @contextmanager
 def without_traceback() -> Iterator[None]:
-    """Let Hydra print the errors of a block by `hide_traceback`."""
+    """Report the errors of a block, and let Hydra print them by `hide_traceback`."""
     try:
         yield
     except HpcElasticError as e:
+        if not isinstance(e, LauncherError):
+            detach.report_error(e)
         raise hide_traceback(e) from e
 
 

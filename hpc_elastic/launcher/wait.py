@@ -247,7 +247,7 @@ def find_submission(folder: Path) -> Path:
     if is_there(RunDir(folder).spec):
         return Path(RunDir(folder).load().submission)
     remedy = "give the directory of a sweep, such as multirun/2030-01-31/12-00-00"
-    raise RunDirectoryError(f"{folder} is not a sweep directory: {remedy}")
+    raise RunDirectoryError(f"{folder} is not a sweep directory: {remedy}", remedy=remedy)
 
 
 def read_handles(submission: Path, only: Path | None = None) -> list[RunHandle]:

@@ -174,7 +174,7 @@ def read_details(view: RunView) -> RunDetails:
     history = EventIndex(events, tuple(points))
     if view.spec is None and view.status is None and view.ended is None and not history.events:
         remedy = "give a run directory, or an id of `hpc-elastic list`"
-        raise RunDirectoryError(f"{run} is not a run directory: {remedy}")
+        raise RunDirectoryError(f"{run} is not a run directory: {remedy}", remedy=remedy)
     if view.updated is not None and view.status is not None:
         points.append(view.status)
     if view.ended is not None and view.ended.status in (LOST, CANCELLED):

@@ -134,6 +134,8 @@ class Selection:
 class NothingSelectedError(HpcElasticError, LookupError):
     """The run has no source that is selected; the message names what it has."""
 
+    remedy = "leave the option out, or select what the message names"
+
 
 def require_there(selection: Selection, sources: Iterable[LogSource]) -> None:
     """Raise NothingSelectedError if a criterion names nothing, or no source meets all."""

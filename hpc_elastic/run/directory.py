@@ -335,7 +335,8 @@ class RunDir:
             return RunSpec.from_json(raw, settings)
         except (FileNotFoundError, NotADirectoryError) as e:
             remedy = "give one that has a run.json, or an id of `hpc-elastic list`"
-            raise RunDirectoryError(f"{self.path} is not a run directory: {remedy}") from e
+            what = f"{self.path} is not a run directory: {remedy}"
+            raise RunDirectoryError(what, remedy=remedy) from e
         except PermissionError as e:
             why = f"{self.spec}: {e.strerror}: only its owner, and root, may read the run"
             raise RunDirectoryError(why) from e

@@ -24,7 +24,7 @@ def test_the_files_that_init_writes_train_on_the_cluster(slurm, tmp_path):
 
     said = run("-m", "hpc_elastic", "init", "tux")
     assert "wrote conf/launcher/tux.yaml: partition low" in said
-    assert "python train.py launcher=tux nodes=1:4" in said
+    assert "python train.py -m launcher=tux nodes=1:4" in said
     assert "exists: --force replaces it" in run("-m", "hpc_elastic", "init", "tux", code=1)
     output = run("train.py", "launcher=tux", "nodes=1:2", "epochs=1")
     assert "succeeded" in output

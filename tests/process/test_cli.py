@@ -144,10 +144,13 @@ def test_a_dry_run_hands_on_the_failure_of_the_script(tmp_path):
     render = [*DRY_RUN, "--json", "train.py"]
     (tmp_path / "train.py").write_text("import hydra\nraise SystemExit(7)")
     done = python(*render, cwd=tmp_path)
-    assert done.returncode == 1 and "exit code 7" in json.loads(done.stdout)["error"]["message"]
+    error = json.loads(done.stdout)["error"]
+    assert (done.returncode, error["code"]) == (1, "script-error")
+    assert "exit code 7" in error["message"]
+    assert python(*render[:-2], "train.py", cwd=tmp_path).stdout == ""
     (tmp_path / "train.py").write_text("import hydra, os\nos.kill(os.getpid(), 9)")
     done = python(*render, cwd=tmp_path)
-    assert done.returncode == 1 and "ended by signal 9" in done.stderr
+    assert done.returncode == 1 and "ended with signal 9" in done.stderr
 
 
 def test_a_script_without_hydra_is_named_the_command_that_runs_it(tmp_path):
@@ -268,6 +271,8 @@ def test_wait_tells_scripts_how_runs_ended(sweep, capsys):
         (["status"], 2),
         (["list", "--json", "--limit", "0"], 2),
         (["status", "last", "--jason"], 2),
+        (["status", "last", "--jason", "--json"], 2),
+        (["lst", "--json"], 2),
         (["list", "--limit", "0"], 2),
         ([], 2),
     ],

@@ -335,7 +335,7 @@ def test_what_fails_in_the_background_is_told_in_front():
     def refuse(_):
         raise ConfigError("nodes", 0, "give one")
 
-    assert detach.in_background(refuse) == {"error": "nodes=0: give one"}
+    assert detach.in_background(refuse)["error"]["message"] == "nodes=0: give one"
     assert detach.in_background(lambda tell: tell({"log": "x"})) == {"log": "x"}
 
 

@@ -151,6 +151,22 @@ def test_a_repeated_call_prints_the_same_and_submits_nothing(local):
     await_end(other["pid"])
 
 
+def test_a_call_that_submitted_nothing_is_mended_under_its_id(on_slurm):
+    """Its error is on standard output: the launcher's own, or that standard error has more."""
+    for override, error in (
+        ("launcher.tim=5", ("config-error", "launcher.tim")),
+        ("epoch=5", ("script-error", None)),
+    ):
+        code, _, err = on_slurm(override)
+        found = json.loads(on_slurm.output("out").read_text())["error"]
+        assert code == 1 and (found["code"], found["key"]) == error and found["remedy"], err
+        assert override.partition("=")[0] in err
+    code, _, err = on_slurm("lr=0.2")
+    assert code == 0 and len(jobs(on_slurm)) == 1, err
+    code, _, err = on_slurm("lr=0.3")
+    assert code == 2 and "give another id" in err and len(jobs(on_slurm)) == 1
+
+
 @pytest.mark.parametrize(("folder", "who", "stage"), CASES, indirect=["folder"])
 def test_a_killed_call_of_local_runs_is_repeated(local, stage, who):
     """The command alone, or its launcher too: after the next call exactly one run was started."""

@@ -29,7 +29,7 @@ def test_without_slurm_there_is_a_script_to_start_from(place, capsys):
     assert main(["init"]) == 0
     said = capsys.readouterr().out
     assert "wrote train.py: replace" in said and "no cluster file" in said
-    assert "python train.py launcher=local nodes=1:2" in said
+    assert "python train.py -m launcher=local nodes=1:2" in said
     assert "ElasticSampler" in (place / "train.py").read_text()
     assert (place / "conf" / "config.yaml").read_text() == "mine: 1\n"
 
@@ -42,11 +42,11 @@ def test_scripts_that_are_there_are_used(place, capsys):
         "from hydra import main\n@main(config_name='a')\ndef run(cfg): pass\n"
     )
     assert main(["init"]) == 0
-    assert "python mine.py +launcher=local nodes=1:2" in capsys.readouterr().out
+    assert "python mine.py -m +launcher=local nodes=1:2" in capsys.readouterr().out
     assert not (place / "train.py").exists()
     (place / "a.yaml").write_text("defaults:\n  - launcher: local\n  - _self_\n")
     assert main(["init"]) == 0
-    assert "python mine.py launcher=local nodes=1:2" in capsys.readouterr().out
+    assert "python mine.py -m launcher=local nodes=1:2" in capsys.readouterr().out
     (place / "more.py").write_text(
         "import hydra\n@hydra.main(config_path='c', version_base=None)\ndef run(cfg): pass\n"
     )

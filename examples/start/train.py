@@ -1,7 +1,7 @@
 """A script to start from: replace the data, the model and the loss by yours.
 
 python train.py -m launcher=local nodes=1:2       two nodes, as processes on this machine
-hpc-elastic events last                        what happened to the run
+hpc-elastic events last                           what happened to the run
 """
 
 import os

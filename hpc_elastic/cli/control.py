@@ -123,7 +123,8 @@ def resume_command(run: Path, overrides: tuple[str, ...], as_json: bool) -> int:
     nodes is empty again; launcher.exclude=... excludes nodes.
 
     OVERRIDE is nodes=..., nproc_per_node=... or launcher.KEY=..., as at the submission. All other
-    settings, the config of the training and its code stay the same; other overrides are refused.
+    settings and the config of the training stay the same; other overrides are refused. The code is
+    that of the script's files now, or of its snapshot with launcher.code_snapshot=true.
 
     A run that still has tasks, or has succeeded, is refused. If this command is interrupted, the
     run can be resumed again.

@@ -299,7 +299,7 @@ def require_stopped(run: RunDir, spec: RunSpec) -> None:
         more = f" and {len(left) - 4} more" if len(left) > 4 else ""
         remedy = f"to end it first: hpc-elastic cancel {run.path}"
         what = f"{run.path} still has tasks: {names}{more}"
-        raise RunDirectoryError(f"{what}; {remedy}", remedy=remedy)
+        raise RunDirectoryError(f"{what}; {remedy}", remedy=f"leave it if it is to go on; {remedy}")
 
 
 def _last_entry(run: RunDir) -> tuple[int, LogEntry | None]:

@@ -145,7 +145,7 @@ LONG = {("howto/test-preemptions.md", 1)}
 """Blocks that are whole tests, run where HPC_ELASTIC_LONG=1."""
 
 OF_OTHERS = {
-    "apt-get", "cd", "dd", "export", "mkdir", "mount", "python3", "rm", "sed", "sleep",
+    "apt-get", "cd", "dd", "export", "jq", "mkdir", "mount", "python3", "rm", "sed", "sleep",
     "slurm-sandbox", "source", "squeue", "srun", "tensorboard", "torchrun", "wandb",
 }  # fmt: skip
 """Programs of command lines that are not ours: they are not parsed."""

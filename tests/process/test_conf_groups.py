@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 import hpc_elastic
 from hpc_elastic._util import folder, hydra_release
@@ -156,3 +158,20 @@ def test_the_packaged_folders_are_found():
     assert folder("sbatch_templates").is_dir()
     with pytest.raises(FileNotFoundError, match="reinstall"):
         folder("no_such_folder")
+
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = [ROOT / "train.yaml", *sorted((ROOT / "examples").rglob("*.yaml"))]
+
+
+@pytest.mark.filterwarnings("ignore:.*version_base")
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_the_config_of_an_example_is_composed(file):
+    """With the settings that its launcher group brings."""
+    required = [key for key, value in yaml.safe_load(file.read_text()).items() if value == "???"]
+    overrides = ["nodes=1:2", *(f"{key}=x" for key in required)]
+    for backend in ("local", "slurm"):
+        with initialize_config_dir(str(file.parent), version_base=None):
+            config = compose(file.stem, [f"launcher={backend}", *overrides])
+        settings = resolve(OmegaConf.to_container(config, resolve=True))
+        assert (settings.backend, settings.nodes) == (backend, NodeRange(1, 2))

@@ -173,6 +173,7 @@ class SlurmCommandError(SlurmError):
 
     def __init__(self, argv: Sequence[str], exit_code: int | None, stderr: str) -> None:
         self.argv: list[str] = list(argv)
+        self.exit_code = exit_code
         self.stderr = stderr
         how = "could not be run" if exit_code is None else f"exited with {exit_code}"
         super().__init__(f"`{' '.join(argv)}` {how}: {stderr.strip()}")

@@ -285,7 +285,10 @@ REPLICA_MUTANTS = {
 UNIT_MUTANTS = {
     "leaves the partners of a lost node": (_with_rules(_LeavesPartners), "no round stands"),
     "restarts one node of a unit": (_with_rules(_RestartsOneNode), "no round stands"),
-    "keeps inherited partners": (_with_rules(_KeepsInheritedPartners), "no round stands"),
+    "keeps inherited partners": (
+        _with_rules(_KeepsInheritedPartners),
+        "no round stands|before its function had returned",
+    ),
     "one number for all": (_with_rules(_OneNumberForAll), "no round stands"),
 }
 """The same, for replicas of several nodes."""

@@ -112,11 +112,11 @@ def _methods(path: str) -> list[griffe.Function]:
 
 def _entry(page: str, found: griffe.Object, heading: str, owner: str) -> Iterator[str]:
     yield f"```py\n{_signature(found, heading)}\n```\n"
-    documented = [found]
+    documented: list[griffe.Object | griffe.Alias] = [found]
     if found.is_class and "__init__" in found.members:
         documented.append(found.members["__init__"])
     for docstring in (part.docstring for part in documented if part.docstring):
-        for section in docstring.parse("google", **_OPTIONS):  # type: ignore[arg-type]
+        for section in docstring.parse("google", **_OPTIONS):
             yield from _section(page, section, owner)
     attributes = [m for m in found.members.values() if isinstance(m, griffe.Attribute)]
     properties = [m for m in attributes if found.is_class and m.docstring and m.is_public]

@@ -13,12 +13,12 @@ SCHEDULES = 2_000 if os.environ.get("HPC_ELASTIC_LONG") else 500
 MUTANT_SCHEDULES = 600
 LASTING_SCHEDULES = 5
 RARE = {
-    "greets no group": 1450, "lets the last go": 600, "renames are not fenced": 2100,
+    "greets no group": 1450, "lets the last go": 1850, "renames are not fenced": 2100,
     "takes back at once": 2600, "waits for no switch": 550, "keeps its workers": 650,
     "does not mark the corrupted": 1000, "ignores failures": 100, "blames the dead": 100,
     "commits without the dead": 200, "takes torn for whole": 450, "keeps old notices": 450,
     "hides lost workers": 200, "ignores stopped workers": 200, "requests alone": 150,
-    "forgets to pause": 150,
+    "forgets to pause": 150, "hides its confirmation": 2150,
 }  # fmt: skip
 """Planted bugs that take luck: the seed to begin with."""
 

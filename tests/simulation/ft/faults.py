@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 from simulation.ft.cluster import Env, Node
 from simulation.ft.invariants import Kind
@@ -36,6 +37,9 @@ class Faults:
         files = self._env.storage.rng
         for _ in range(files.choice((0, 0, 0, 1, 2))):
             after(0.5 + (calm - 0.5) * files.random(), None, self._request_leave, files)
+        confirming = random.Random(f"confirming {self._env.seed}")
+        if self._env.scenario.kind is Kind.KEEPER and confirming.random() < 0.5:
+            self._keepers.on_confirmation = partial(self._kill_confirming, confirming)
         if self._env.scenario.kind is Kind.ALL and files.random() < 0.3:
             after(0.5 + (calm - 0.5) * files.random(), None, self._depose_keeper, files)
         kinds = {
@@ -76,6 +80,12 @@ class Faults:
     def _depose_keeper(self, rng: random.Random) -> None:
         self.count["depose keeper"] += 1
         self._keepers.depose(0.3 + 6.0 * rng.random())
+
+    def _kill_confirming(self, rng: random.Random) -> None:
+        """Kill the keeper, or not, when some members may have received its confirmation."""
+        if rng.random() < 0.5:
+            self.count["kill keeper"] += 1
+            self._env.world.after(0.01 * rng.random(), None, self._keepers.kill)
 
     def _inject(self, kind: str) -> None:
         node = self._rng.choice(self._env.nodes)
@@ -199,6 +209,7 @@ class Faults:
 
     def heal(self) -> None:
         """Heal all faults."""
+        self._keepers.on_confirmation = lambda: None
         for node, host in list(self._cuts):
             self._mend(node, host)
         for node in self._env.nodes:

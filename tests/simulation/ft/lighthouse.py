@@ -5,12 +5,13 @@ A keeper's leader writes the status and forwards notices, as `simulation.cluster
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpc_elastic.ft.lighthouse_state import ReplicaMessage
 from hpc_elastic.ft.messages import (
     NO_QUORUM,
+    ConfirmSwitch,
     LeaveGranted,
     ProposeSwitch,
     QuorumResults,
@@ -172,6 +173,8 @@ class KeeperProcess:
             connection = self._connections.get(send.replica)
             if connection is not None:
                 connection.send(SERVER, send.message)
+        if any(isinstance(send.message, ConfirmSwitch) for send in sends):
+            self._keepers.on_confirmation()
 
     def _check_quorum(self, placed: dict[str, Any]) -> None:
         if not placed:
@@ -204,6 +207,8 @@ class Coordinator:
     def __init__(self, env: Env) -> None:
         self.keeper: KeeperProcess | None = None
         self.term = 0
+        self.on_confirmation: Callable[[], None] = lambda: None
+        """Called when a keeper has sent the confirmation of a switch."""
         self._env = env
         self._lighthouse = Host(_LIGHTHOUSE_SLOT)
         self._deposed: list[KeeperProcess] = []

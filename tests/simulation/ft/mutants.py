@@ -202,6 +202,14 @@ class AgreesToAll(QuorumSteps):
         return replace(at, ok=True) if at is not None else None
 
 
+class HidesItsConfirmation(QuorumSteps):
+    """Does not name the step that is confirmed to it to a new keeper."""
+
+    def on_proposal(self, proposal: ProposeSwitch, now: float) -> SwitchVote | None:
+        at = super().on_proposal(proposal, now)
+        return None if at is not None and at.confirmed_step else at
+
+
 class RunsPast(QuorumSteps):
     """Does not wait at a proposed call."""
 
@@ -497,6 +505,7 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
     "counts steps": (Components(CountsSteps), "different states|another state|two histories"),
     "counts all": (Components(CountsAll), "the mean counts others|cohort"),
     "agrees to all": (Components(steps=AgreesToAll), "costs a step|not all make steps"),
+    "hides its confirmation": (Components(steps=HidesItsConfirmation), "costs a step"),
     "runs past": (Components(steps=RunsPast), "costs a step|not all make steps"),
     "adopts anything": (Components(AdoptsAnything), "minority|came again|not all make"),
     "counts most votes": (Components(manager=CountsMostVotes), "without the votes of all ranks"),

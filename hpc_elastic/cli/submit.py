@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import metadata
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -162,11 +163,12 @@ def submit_command(
 
 
 def _is_plain(script: Path) -> bool:
-    """Return whether neither a script, nor the user's modules that it imports, name Hydra or us.
+    """Return whether neither a script nor the modules that it imports use Hydra or us.
 
-    It would take no overrides, or train here and now. Packages that are installed are not read.
+    It would take no overrides, or train here and now. The user's modules are searched for the
+    names; of packages that are installed, those that they require count.
     """
-    found = [script]
+    found, installed = [script], set[str]()
     with suppress(SyntaxError, ValueError):  # Python reports it
         nodes = list(ast.walk(ast.parse(script.read_bytes())))
         names = {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
@@ -174,10 +176,18 @@ def _is_plain(script: Path) -> bool:
         for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names:
             spec = PathFinder.find_spec(name, [str(script.parent)]) or find_spec(name)
             origin = Path((spec and spec.origin) or "")
-            if origin.suffix == ".py" and "site-packages" not in origin.parts:
+            if "site-packages" in origin.parts:
+                installed.add(name)
+            elif origin.suffix == ".py":
                 is_package = spec is not None and spec.submodule_search_locations
                 found += origin.parent.rglob("*.py") if is_package else [origin]
-        return not any(re.search(rb"hydra|hpc_elastic", file.read_bytes()) for file in found)
+        if any(re.search(rb"hydra|hpc_elastic", file.read_bytes()) for file in found):
+            return False
+        owners = metadata.packages_distributions() if installed else {}
+        distributions = {d for name in installed for d in owners.get(name, ())}
+        required = [r for d in distributions for r in metadata.requires(d) or ()]
+        is_ours = re.compile(r"(hydra[-_]core|hpc[-_]elastic)\b(?!.*extra ==)").match
+        return not any(map(is_ours, required))
     return False
 
 

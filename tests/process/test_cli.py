@@ -167,6 +167,23 @@ def test_a_script_without_hydra_is_named_the_command_that_runs_it(tmp_path):
     assert (tmp_path / "ran").exists()
 
 
+def test_a_script_of_an_installed_package_that_requires_hydra_is_run(tmp_path):
+    """The script itself does not name Hydra: its package does, as installed."""
+    (tmp_path / "train.py").write_text("import installed\nopen('ran', 'w')")
+    site = tmp_path / "site-packages"
+    (site / "installed").mkdir(parents=True)
+    (site / "installed" / "__init__.py").touch()
+    (site / "installed-1.dist-info").mkdir()
+    needs = "Metadata-Version: 2.1\nName: installed\nVersion: 1\nRequires-Dist: hydra-core>=1.3\n"
+    (site / "installed-1.dist-info" / "RECORD").write_text("installed/__init__.py,,\n")
+    path = f"{ROOT}{os.pathsep}{site}"
+    for ran, data in ((True, needs), (False, needs.replace(">=1.3", "; extra == 'all'"))):
+        (tmp_path / "ran").unlink(missing_ok=True)
+        (site / "installed-1.dist-info" / "METADATA").write_text(data)
+        python("-m", "hpc_elastic", "submit", "train.py", cwd=tmp_path, PYTHONPATH=path)
+        assert (tmp_path / "ran").exists() == ran
+
+
 def test_wait_wants_a_sweep_directory(tmp_path, capsys):
     """A folder that is none, or from which nothing was submitted, is named."""
     assert main(["wait", str(tmp_path)]) == 1

@@ -125,7 +125,7 @@ def watched(*args: str | Path) -> Iterator[str]:
             process.terminate()
 
 
-LIVE = ("watch",)
+LIVE = ("report", "--live")
 
 
 def report_page(folder: Path, run: Path) -> str:
@@ -186,9 +186,8 @@ def in_few_colours(shown: browser.LivePage, name: str, *, height: int | None = N
 
     shown.picture(HERE / name, height=height)
     with Image.open(HERE / name) as picture:
-        few = picture.convert("RGB").quantize(
-            256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
-        )
+        full = picture.convert("RGB")
+    few = full.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     few.save(HERE / name, optimize=True)
 
 

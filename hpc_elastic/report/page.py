@@ -165,7 +165,7 @@ def tiles(report: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
     spends = node_time(spent["node_s"]), f"and {node_time(spent['queue_s'])} in the queue"
     lost = number(len(faults)), lost_steps(_losses(faults))
     if has_no_events(report):
-        spends, lost = (charts.UNKNOWN, "no event is known"), (charts.UNKNOWN, "")
+        what, spends, lost = "no event is known", (charts.UNKNOWN, ""), (charts.UNKNOWN, "")
     of_total = f"of {number(about['total_steps'])}" if about["total_steps"] else ""
     left = f", {duration(about['remaining_s'])} to go" if about["remaining_s"] else ""
     took = duration(about["until"] - begin) if begin is not None else charts.UNKNOWN

@@ -361,6 +361,7 @@ def test_what_is_unknown_is_not_zero():
     assert shown(reported([], []))["Faults"] == ["0", "0 steps lost"]
     page = render(blind, "html").decode()
     assert "Faults (–)" in page and "No event of this run is known" in page
+    assert "Nothing yet" not in page and "0.0 node-s" not in page
     assert "nothing was spent" not in page and "Which are on disk now is unknown" in page
 
 

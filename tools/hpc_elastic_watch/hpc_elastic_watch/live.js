@@ -294,7 +294,7 @@ function showList() {
   const PALETTE = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#8c8c8c"];
   const FORMATS = { step: ",d", hours: "~r", samples: "~s" };
   const MOST_NAMED = 12; // longer legends hide the chart: the marks in the table are one, too
-  let lit = null;
+  let [lit, litAt] = [null, null]; // a run, and the point of its curve at the pointer
   let rows = [];
 
   const points = ({ curve, row }) => {
@@ -354,13 +354,13 @@ function showList() {
         size: { condition: { test: "datum.run === lit", value: 3 }, value: 1.3 },
       },
     }, rows);
-    light(lit);
+    light(lit, litAt);
   }
 
   // The row and the curve of a run light up together, wherever the pointer is.
   function light(run, at = null) {
     lit?.tr.classList.remove("lit");
-    lit = run;
+    [lit, litAt] = [run, at];
     lit?.tr.classList.add("lit");
     const value = at === null ? "" : `: ${$("x").value} ${number(at.x)}, loss ${number(at.y)}`;
     $("lit").textContent = lit === null

@@ -10,9 +10,9 @@ to the next leader with the index of its round's entry and its last report of th
 
 An agent replaces a dead leader (see `LeaderFailureDetector`): it *claims* the next term. Members of
 the last round claim one after the other, in rank order, to limit the load on the file system in a
-run of ten thousand nodes. The first claim wins, and the other agents follow its leader. After terms
-whose leaders have failed by errors of their own, the agents pause before the next claim, and those
-on the nodes of these leaders last (`election_pause_s`).
+run of ten thousand nodes. The first claim wins, and the other agents follow its leader. After a
+term whose leader has failed by an error of its own, the agents pause before the next claim, those
+on the nodes of such leaders longest (`election_pause_s`).
 
 Notice. A node *under notice* must be left by a deadline. Outside a round its agent leaves the run
 at once. In a round it reports the notice to the leader, which lets all ranks save (`group_change`).
@@ -277,9 +277,9 @@ class FollowerState:
             self._watch.refused_since = now
         task = self._entry.leader.task
         text = f"the leader of term {self._entry.term}, {task}, cannot be reached: {why}"
-        failed = self._entry.counters.failed_terms
-        if failed and failed[-1].task == task:
-            text = f"term {self._entry.term} has failed: {failed[-1].summary()}"
+        if self._entry.gave_up:
+            error = self._entry.counters.failed_terms[-1].summary()
+            text = f"term {self._entry.term} has failed: {error}"
         effects: list[Effect] = [self._deliver_news(text)]
         if not (refused or self._watch.queried) and self._claim_rank() < _NUM_SLURM_CLIENTS:
             self._watch.queried = True
@@ -425,13 +425,13 @@ class FollowerState:
 
 
 def election_pause_s(entry: LogEntry, host: str) -> float:
-    """Return how long an agent on a host waits for others to claim, after terms have failed.
+    """Return how long an agent on a host waits before it claims, after a term that has failed.
 
     The pause doubles with each failed term in a row. It is longer on the hosts of their leaders, so
     that another node leads first if there is one.
     """
     failed = entry.counters.failed_terms
-    if not failed:
+    if not entry.gave_up:
         return 0.0
     pause_s = _FAILED_PAUSE_S * 2.0 ** (len(failed) - 1)
     return pause_s * (_OTHERS_FIRST if any(f.host == host for f in failed) else 1.0)

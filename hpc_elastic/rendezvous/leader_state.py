@@ -313,8 +313,9 @@ class LeaderState:
             return self._do([StepDown()])  # the agents find the end in the log
         self.run.phase = RoundPhase.FORMING  # an end that was queued is dropped, too
         note, ending = self.run.policy.term_failed(failure)
-        last = [self.run.decide(), StepDown()] if ending is None else self.run.end_run(ending)
-        return [note, *self._do(last)]
+        if ending is not None:
+            return [note, *self._do(self.run.end_run(ending))]
+        return [note, *self._do([self.run.decide(gave_up=True), StepDown()])]
 
     def tick(self, now: float) -> list[Effect]:
         """Handle the passing of time; call it every `HeartbeatConfig.heartbeat_interval_s`."""

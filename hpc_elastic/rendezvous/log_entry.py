@@ -151,6 +151,8 @@ class LogEntry:
     """Seconds of a step by number of nodes, as measured so far."""
     generation: int = 0
     """How often the run was resumed; agents of another generation have no part in it."""
+    gave_up: bool = False
+    """Whether the leader has failed, and decides nothing more in this term."""
 
     @property
     def is_vacant(self) -> bool:
@@ -201,6 +203,7 @@ def claim(
     return replace(
         before, index=index, term=before.term + index - before.index, leader=leader,
         lost=lost, possibly_alive=may_run, started=before.started or now, claimed=now,
+        gave_up=False,
     )  # fmt: skip
 
 

@@ -157,7 +157,8 @@ def test_after_failed_terms_the_pause_grows_and_other_nodes_claim_first():
     def claims_at(me: Agent, num_failed: int) -> float:
         failure = Failure(A.task, A.host, 0, 0, 0.0, "no socket", "TypeError", phase="lead")
         counters = FailureCounters(failed_terms=(failure,) * num_failed)
-        search = Search(agent(me), entry=replace(ENTRY, counters=counters), refused=REFUSED)
+        entry = replace(ENTRY, counters=counters, gave_up=num_failed > 0)
+        search = Search(agent(me), entry=entry, refused=REFUSED)
         when = search.until_claim(60.0)
         assert when is not None
         return when
@@ -172,12 +173,22 @@ def test_after_failed_terms_the_pause_grows_and_other_nodes_claim_first():
         )
 
 
+def test_the_death_of_a_leader_after_failed_terms_costs_no_pause():
+    """Its own term has not failed."""
+    failure = Failure(A.task, A.host, 0, 0, 0.0, "no socket", "TypeError", phase="lead")
+    counters = FailureCounters(failed_terms=(failure,) * 3)
+    search = Search(agent(A), entry=replace(ENTRY, counters=counters), refused=REFUSED)
+    when = search.until_claim(10.0)
+    assert when is not None and when < 1.0
+
+
 def test_an_agent_names_the_error_of_the_leader_that_it_does_not_reach():
     """Its log, and the time-out of its wait, show it."""
     failure = Failure(A.task, A.host, 0, 0, 0.0, "no socket", "TypeError", phase="lead")
     f = agent(B)
     f.tick(0.0)
-    f.log_read(5, replace(ENTRY, counters=FailureCounters(failed_terms=(failure,))), None, 0.0)
+    counters = FailureCounters(failed_terms=(failure,))
+    f.log_read(5, replace(ENTRY, counters=counters, gave_up=True), None, 0.0)
     (news,) = delivered(f.not_connected("refused", 0.1, refused=REFUSED), Waiting)
     assert news.text == "term 2 has failed: the leader, task 7_0 on node1: TypeError: no socket"
 

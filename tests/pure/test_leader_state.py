@@ -60,7 +60,8 @@ def test_a_leader_that_fails_records_that_and_steps_down():
     note, append = leader.failed(ERROR, drops_append=False)
     assert note.kind == "leader_failed" and note.fields["host"] == "node9"
     counters = replace(at.counters, failed_terms=(ERROR,))
-    assert append == Append(replace(at, index=3, counters=counters))
+    assert append == Append(replace(at, index=3, counters=counters, gave_up=True))
+    assert not claim(4, append.entry, HERE, 1001.0).gave_up
     assert leader.failed(ERROR, drops_append=False) == [], "once"
     assert of(say(leader, A, Close(), 2.0), Append) == []
     assert leader.appended()[0] == StepDown(), "what follows is dropped with the term"

@@ -131,6 +131,7 @@ class Monitor:
         state = replace(
             before, index=entry.index, term=entry.term, leader=entry.leader,
             lost=entry.lost, possibly_alive=entry.possibly_alive, claimed=entry.claimed,
+            gave_up=False,
         )  # fmt: skip
         self.check(entry == state, "a claim changed the run's state", before, entry)
 
@@ -159,22 +160,15 @@ class Monitor:
 
     def _check_failed_terms(self, before: LogEntry, entry: LogEntry) -> None:
         failed, is_end = entry.counters.failed_terms, entry.ending is not None
-        goes_on = entry.term == before.term and self._records_failure(before)
+        goes_on = entry.term == before.term and before.gave_up
         self.check(not goes_on, "a leader that has failed decides", before, entry)
         enough = self._failed_leaders >= len(failed)
         self.check(enough, "failed terms without an error", self._failed_leaders, entry)
-        is_last = self._records_failure(entry) and len(failed) >= FAILED_TERMS
+        is_last = len(failed) >= FAILED_TERMS
         self.check(is_end or not is_last, "terms fail without end", entry)
         failure = entry.ending.failure if entry.ending is not None else None
         by_leaders = failure is not None and failure.phase == "lead"
         self.check(is_last or not by_leaders, "too few terms have failed for an end", entry)
-
-    def _records_failure(self, entry: LogEntry) -> bool:
-        """Return whether an entry records the failure of its leader."""
-        before = self._by_number.get(entry.index - 1)
-        known = before.counters.failed_terms[-1:] if before is not None else ()
-        failed = entry.counters.failed_terms
-        return bool(failed) and failed[-1:] != known
 
     def _has_returned(self, agent: Agent, entry: LogEntry) -> bool:
         return self._returned.get(agent) == self._round_entry
@@ -189,8 +183,8 @@ class Monitor:
     def appends(self, entry: LogEntry, run: RunState) -> None:
         """A leader appends an entry; ``run`` is the state that it follows from."""
         formed = self._by_number.get(self._round_entry)
-        goes_on = run.phase is RoundPhase.RUNNING and entry.ending is None
-        goes_on = goes_on and not self._records_failure(entry)
+        is_last = entry.ending is not None or entry.gave_up
+        goes_on = run.phase is RoundPhase.RUNNING and not is_last
         same = formed is not None and formed.round == entry.round and formed.lost == entry.lost
         same = same and self._round_entry not in self._broken
         self.check(not (goes_on and same), "an entry fences a round that goes on", formed, entry)

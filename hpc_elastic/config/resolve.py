@@ -576,9 +576,9 @@ def read_setting(word: str) -> tuple[str, Any]:
     A value whose type is a text is taken as it is, as sbatch takes it (``a100&ib``), and so is one
     that would be a sweep. Raises ConfigError if it has none.
     """
-    key, _, text = word.partition("=")
-    types = get_type_hints(SlurmSettings)
-    if types.get(key) == str | None and not text.startswith(("'", '"')) and text != "null":
+    key, equals, text = word.partition("=")
+    is_text = get_type_hints(SlurmSettings).get(key) == str | None
+    if equals and is_text and not text.startswith(("'", '"')) and text != "null":
         return key, text
     return read_override(word, sweep=text)
 

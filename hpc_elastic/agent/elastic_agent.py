@@ -53,7 +53,7 @@ from hpc_elastic.agent import hang_watch, preemption, process_cleanup, worker_fa
 from hpc_elastic.agent.log_retention import LogRetention
 from hpc_elastic.agent.metrics import WorkerObserver, apart_workers
 from hpc_elastic.agent.output_times import OutputTimes
-from hpc_elastic.agent.signals import STOP, name_of
+from hpc_elastic.agent.signals import STOP, ignore_preemption_signals, name_of
 from hpc_elastic.agent.stacks import process_state, stacks_file, take_stacks
 from hpc_elastic.agent.warm_workers import WarmWorkerPool, is_training
 from hpc_elastic.agent.worker_channel import WorkerChannel
@@ -240,6 +240,8 @@ class ElasticAgent(LocalElasticAgent):
             self._pcontext, self.pages = None, {}
             process_cleanup.kill_strays(self._warm_workers.pids)  # those that were started
             return {}
+        finally:
+            ignore_preemption_signals()  # torch before 2.10 takes SIGTERM as the end of its agent
         self._refused = None
         return started
 

@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from hpc_elastic.agent import elastic_agent as module
+from hpc_elastic.agent import signals
 from hpc_elastic.agent.elastic_agent import (
     CheckpointFailureLog,
     ElasticAgent,
@@ -98,6 +99,23 @@ def test_a_worker_that_ends_before_its_signal_is_no_error(tmp_path):
 def test_torch_still_asks_which_signals_end_its_agent():
     """SIGTERM is not among them: it is a notice."""
     assert "TORCHELASTIC_SIGNALS_TO_HANDLE" in inspect.getsource(PContext.start)
+
+
+def test_a_notice_ends_no_agent_whatever_torch_handles(monkeypatch):
+    """torch before 2.10 does not ask: it takes SIGTERM whenever workers are started."""
+
+    def start(_agent: ElasticAgent, _group: object) -> dict[int, Any]:
+        signal.signal(signal.SIGTERM, processes._terminate_process_handler)
+        return {0: 1}
+
+    monkeypatch.setattr(ElasticAgent, "_start_once", start)
+    before = {number: signal.getsignal(number) for number in signals.NOTICES}
+    try:
+        assert ElasticAgent.__new__(ElasticAgent)._start_workers(None) == {0: 1}
+        assert signal.getsignal(signal.SIGTERM) is signals.do_nothing
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_torch_still_goes_by_the_answers_that_we_give():

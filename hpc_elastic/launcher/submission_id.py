@@ -161,7 +161,8 @@ def submit_once(
                 write_atomic(own.record, json.dumps(given) + "\n", mode=0o600)
             if step is Next.WAIT and not is_here:
                 why = f"only {host} knows whether the call there is still at work"
-                raise SubmissionError(f"{name}: {why}: repeat it there, or give another --id")
+                remedy = "repeat it there, or give another --id"
+                raise SubmissionError(f"{name}: {why}: {remedy}", remedy=remedy)
             if step is Next.ADOPT:
                 adopted = _adopt(name, report)
                 step = Next.SUBMIT if adopted is None else Next.REPEAT
@@ -192,7 +193,7 @@ def submit_once(
 def _refusal(name: str, report: Report, why: str) -> SubmissionError:
     sweep = next(line["sweep"] for line in reversed(report) if "sweep" in line)
     remedy = f"cancel what runs in {sweep} (hpc-elastic cancel), and submit with another --id"
-    return SubmissionError(f"{name}: {why}: {remedy}")
+    return SubmissionError(f"{name}: {why}: {remedy}", remedy=remedy)
 
 
 def _adopt(name: str, report: Report) -> dict[str, Any] | None:

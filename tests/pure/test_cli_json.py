@@ -18,12 +18,11 @@ from hpc_elastic.cli import options
 from hpc_elastic.cli.main import main, program
 
 NO_FINDINGS = {
-    ("completion",): "prints a shell's script",
     ("init",): "writes files",
     ("lighthouse",): "serves until it is interrupted",
-    ("run",): "passes on the output of a command",
+    ("run",): "passes on the output of a command, and prints JSON with --detach only",
 }
-"""Commands without --json, each with the reason."""
+"""Commands that are not called with --json here, each with the reason."""
 ASKS = {"confirm", "prompt", "pause", "edit", "echo_via_pager", "pager", "input", "getpass", "ask"}
 """Names of functions of click, Rich and Python that wait for a person."""
 
@@ -84,7 +83,7 @@ def test_only_commands_without_findings_have_no_json():
         path for path, command in COMMANDS.items()
         if not any("--json" in param.opts for param in command.params)
     }  # fmt: skip
-    assert without == set(NO_FINDINGS)
+    assert without <= set(NO_FINDINGS) <= set(COMMANDS)
 
 
 @each

@@ -105,7 +105,7 @@ def test_the_options_and_keys_that_the_skill_names_are_there():
         "list": ("state",),
         "submit": ("repeated",),
         "doctor": ("verdict", "remedy"),
-        "preempt": ("step", "left", "comes_back"),
+        "node preempt": ("step", "left", "comes_back"),
     }.items():
         assert not not_in_help(name, dict.fromkeys(keys)) and all(key in text for key in keys)
     command = {word for line in typed_lines(text) for word in line.split()[1:2]}

@@ -117,7 +117,7 @@ class Checkpointer:
             state: What to save and restore.
             directory: On a file system that all ranks share; made if need be. None: the folder
                 ``checkpoints`` of the run; outside of a run that of Hydra's output directory, or of
-                the working directory.
+                the working directory, of rank 0.
             keep_last: How many of the newest checkpoints are kept, at least 1.
             keep_every: Checkpoints of steps that are a multiple of this are kept for ever.
             memory_tier: Keep saves in the nodes' memory, too, and write only some of them to the
@@ -145,10 +145,10 @@ class Checkpointer:
                 remedy = f"the state has {', '.join(self._state)}{near_miss(key, self._state)}"
                 raise ConfigError("per_rank", key, remedy)
         flat = flatten(self._state, self._options.per_rank)
-        store = Store(Path(directory or default_checkpoints()).absolute())
+        self._group = RankGroup.current()
+        store = Store(self._find_directory(directory))
         self._refusal = _refuse_second(store.directory, self._state, self._options.boundary)
         store.prepare()
-        self._group = RankGroup.current()
         owner = self._claim(store)
         for key in flat.rank_values["positions"]:
             if self._group.rank == 0 and key not in self._options.accept_inexact:
@@ -187,6 +187,21 @@ class Checkpointer:
         _open.add(self)
         if self._options.asynchronous:
             self._snapshots.warm_up(flat, num_bytes)
+
+    def _find_directory(self, given: str | os.PathLike[str] | None) -> Path:
+        """Return the directory of all ranks: that of rank 0 unless one is given (collective).
+
+        By default each process of torchrun has an output directory of Hydra's, which is named by
+        the second in which it has started.
+        """
+        mine = str(Path(given or default_checkpoints()).absolute())
+        all_given = self._group.gather_json([mine, given is not None])
+        directory = all_given[0][0]
+        for rank, (other, is_given) in enumerate(all_given):
+            if is_given and other != directory:
+                remedy = f"rank {rank} has it, and rank 0 {directory}: give all ranks the same"
+                raise ConfigError("directory", other, f"{remedy}, as by hydra.run.dir=FOLDER")
+        return Path(directory)
 
     def save(self, step: SupportsIndex, *, urgent: bool | None = None) -> bool:
         """Save the state as of a step (every rank, at the same steps).

@@ -1,6 +1,7 @@
 """What is stored once is compared between the ranks; what each has for itself comes back to it."""
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,26 @@ def test_ranks_with_other_tensors_are_refused_at_construction(tmp_path):
         assert said.startswith("InexactError") and name in said and "rank 1" in said
         assert f"per_rank=({name.partition('/')[0]!r},)" in said
     assert "state='mine': only one of rank 0 and rank 1 has this key" in first[4]
+
+
+def directories(rank: int, folder: Path) -> list[str]:
+    """Save where each rank works in a folder of its own; then give each another directory."""
+    (own := folder / f"second-{rank}").mkdir()
+    os.chdir(own)
+    with Checkpointer({"net": linear(SMALL, 1.0)}) as checkpointer:
+        saved = str(checkpointer.save(3, urgent=True))
+    given = attempt(lambda: Checkpointer({"net": linear(SMALL, 1.0)}, folder / f"given-{rank}"))
+    return [saved, given]
+
+
+def test_the_default_directory_is_that_of_rank_0_and_others_are_refused(tmp_path):
+    """Hydra names an output directory by the second in which each process has started."""
+    for saved, given in run_ranks(directories, 2, tmp_path):
+        assert saved == "True"
+        assert given.startswith("ConfigError: directory=") and "given-1" in given
+        assert "rank 1 has it" in given and "hydra.run.dir=" in given
+    assert Store(tmp_path / "second-0" / "checkpoints").steps() == [3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["second-0", "second-1"]
 
 
 def changed_later(rank: int, folder: Path, size: int) -> list[str]:

@@ -160,7 +160,8 @@ def run_command(settings: list[str], command: list[str], detach: bool, as_json: 
     overrides = [f"{key}=" if key in top else f"launcher.{key}=" for key, _ in typed]
     if detach:
         resolve(run_settings, overrides=overrides)  # an error is raised here, not there
-        argv = [sys.executable, "-m", "hpc_elastic", "run", *settings, "wait=false", "--", *command]
+        argv = [sys.executable, "-P", "-m", "hpc_elastic", "run", *settings]
+        argv += ["wait=false", "--", *command]
         print_submitted(submit_by(" ".join(command), argv), as_json=as_json)
         return 0
     launch_entry(

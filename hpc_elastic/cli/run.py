@@ -88,7 +88,7 @@ class _RunCommand(click.Command):
         detach, as_json = "--detach" in own, "--json" in own
         ctx.meta[options.JSON] = as_json
         if not command:
-            raise click.UsageError("give the command behind `--`, as in: -- python train.py", ctx)
+            raise click.UsageError("give the command after `--`, as in: -- python train.py", ctx)
         if as_json and not detach:
             raise click.UsageError("--json needs --detach: it prints what was submitted", ctx)
         settings = options.split_settings([w for w in own if w not in ("--detach", "--json")])

@@ -25,6 +25,7 @@ from hpc_elastic._util import counted, duration, node_time
 from hpc_elastic.config.schema import BACKENDS, NodeRange, RunSettings
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.report import charts
+from hpc_elastic.report.run_view import CANCELLED, LOST
 from hpc_elastic.report.timeline import lost_steps
 
 SHOWN_AT_ONCE = 12
@@ -152,7 +153,9 @@ def title_of(report: Mapping[str, Any]) -> str:
 
 def has_no_events(report: Mapping[str, Any]) -> bool:
     """Return whether the run has started, though no event of it is known."""
-    return not report["timeline"] and bool(report["progress"] or report["about"]["ended"])
+    ended = report["about"]["ended"]
+    has_result = ended is not None and ended["status"] not in (LOST, CANCELLED)
+    return not report["timeline"] and (bool(report["progress"]) or has_result)
 
 
 def tiles(report: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:

@@ -168,10 +168,12 @@ EXAMPLES = [ROOT / "train.yaml", *sorted((ROOT / "examples").rglob("*.yaml"))]
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_the_config_of_an_example_is_composed(file):
     """With the settings that its launcher group brings."""
-    required = [key for key, value in yaml.safe_load(file.read_text()).items() if value == "???"]
+    config = yaml.safe_load(file.read_text())
+    required = [key for key, value in config.items() if value == "???"]
+    sign = "" if "launcher" in str(config.get("defaults")) else "+"
     overrides = ["nodes=1:2", *(f"{key}=x" for key in required)]
     for backend in ("local", "slurm"):
         with initialize_config_dir(str(file.parent), version_base=None):
-            config = compose(file.stem, [f"launcher={backend}", *overrides])
+            config = compose(file.stem, [f"{sign}launcher={backend}", *overrides])
         settings = resolve(OmegaConf.to_container(config, resolve=True))
         assert (settings.backend, settings.nodes) == (backend, NodeRange(1, 2))

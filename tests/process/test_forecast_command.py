@@ -198,4 +198,4 @@ def test_only_slurm_has_a_queue(cluster, capsys):
     assert "launcher=slurm" in capsys.readouterr().err
     Path("train.py").write_text("import hydra\nraise SystemExit(7)")
     assert main(["submit", "--test-only", "train.py"]) == 1
-    assert "train.py failed with exit code 7" in capsys.readouterr().err
+    assert "train.py ended with exit code 7" in capsys.readouterr().err

@@ -210,8 +210,8 @@ def test_a_script_that_fails_is_named_with_its_exit_code(runs):
     """Nothing is submitted; for scripts the error is on standard output, and nothing else."""
     (runs.folder / "broken.py").write_text("import hydra, sys\nprint('noise')\nsys.exit(7)\n")
     done = runs.call("submit", "--json", "broken.py", code=1)
-    assert json.loads(done.stdout)["error"]["code"] == "submission-error"
-    assert "noise" in done.stderr and "broken.py failed with exit code 7" in done.stderr
+    assert json.loads(done.stdout)["error"]["code"] == "script-error"
+    assert "noise" in done.stderr and "broken.py ended with exit code 7" in done.stderr
     (runs.folder / "nothing.py").write_text("import hydra\nprint('done')\n")
     assert "without submitting a run" in runs.call("submit", "nothing.py", code=1).stderr
     wrong = runs.call("submit", "train.py", "nodes=0", code=1)

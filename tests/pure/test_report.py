@@ -365,6 +365,15 @@ def test_what_is_unknown_is_not_zero():
     assert "nothing was spent" not in page and "Which are on disk now is unknown" in page
 
 
+@pytest.mark.parametrize(("status", "has_started"), [("lost", False), ("failed", True)])
+def test_a_run_without_events_has_started_if_it_has_a_result(status, has_started):
+    """The scheduler's word that its tasks are gone does not show that one was ever there."""
+    found = reported([], [])
+    ended = {"status": status, "time": 3.0, "why": None}
+    page = render(replace(found, about=replace(found.about, ended=ended)), "html").decode()
+    assert ("No task of this run has started" not in page) == has_started
+
+
 def test_identical_failures_are_one():
     """By error and traceback, whatever the rank and node; the one that ended the run is first."""
     failures = [

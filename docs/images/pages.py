@@ -78,7 +78,7 @@ def sweep(folder: Path, num: int) -> Path:
 
 
 def now(ago_s: float = 0.0, *, days: float, **values: int) -> LongRun:
-    """Return a run that lasts so many days, and ends now or a while ago."""
+    """Return a run of a number of days that ended ``ago_s`` seconds ago."""
     return LongRun(days=days, begin=time.time() - 86400 * days - ago_s, **values)
 
 

@@ -195,7 +195,7 @@ class Checkpointer:
         the second in which it has started.
         """
         mine = str(Path(given or default_checkpoints()).absolute())
-        all_given = self._group.gather_json([mine, given is not None])
+        all_given = self._group.gather_json([mine, bool(given)])
         directory = all_given[0][0]
         for rank, (other, is_given) in enumerate(all_given):
             if is_given and other != directory:

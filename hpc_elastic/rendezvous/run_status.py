@@ -32,6 +32,7 @@ def status_of(leader_state: LeaderState) -> Json:
 
     known = leader_state.last_step if leader_state.last_step is not None else run.policy.progress
     last_step = known if ending is not None else None
+    failed = run.policy.failed_terms
 
     def reported(name: str) -> list[Any]:
         return [r[name] for r in reports if r.get(name) is not None]
@@ -60,8 +61,8 @@ def status_of(leader_state: LeaderState) -> Json:
             *_apart_warnings([rank for ranks in reported("apart") for rank in ranks]),
             *(f"the loss is {loss} at step {step} (rank {rank})"
               for rank, step, loss in sorted(reported("bad_loss"))[:1]),
-            *(f"{counted(number, 'term')} in a row failed, the last one so: {failure.summary()}"
-              for number, failure in list(enumerate(run.policy.failed_terms, 1))[-1:]),
+            *(f"{counted(len(failed), 'term')} in a row failed, the last one so: {last.summary()}"
+              for last in failed[-1:]),
         ],
     }  # fmt: skip
 

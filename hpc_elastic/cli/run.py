@@ -86,7 +86,6 @@ class _RunCommand(click.Command):
         if {"--help", "-h"} & set(own):
             return super().parse_args(ctx, ["--help"])
         detach, as_json = "--detach" in own, "--json" in own
-        ctx.meta[options.JSON] = as_json
         if not command:
             raise click.UsageError("give the command after `--`, as in: -- python train.py", ctx)
         if as_json and not detach:

@@ -131,8 +131,7 @@ def submit_command(
     overrides need another id, unless nothing was submitted under this one. An id has 1 to 64
     letters, digits, `.`, `_` and `-`. A call that was killed is repeated on the same host.
 
-    Output of SCRIPT goes to standard error. `hpc-elastic run` takes scripts
-    without Hydra.
+    Output of SCRIPT goes to standard error. `hpc-elastic run` takes scripts without Hydra.
     """
     if (dry_run or test_only) and name is not None:
         nothing = "--dry-run" if dry_run else "--test-only"

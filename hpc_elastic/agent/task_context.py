@@ -12,7 +12,6 @@ from hpc_elastic.run.directory import ArrayFiles, Pool, RunDir, RunSpec
 from hpc_elastic.run.task_name import job_of
 from hpc_elastic.shared_files import read_text
 from hpc_elastic.slurm import run_tasks, scheduler
-from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import REPLACEMENT, SlurmEnvironment
 from hpc_elastic.slurm.job_state import Phase
 
@@ -98,7 +97,7 @@ def _require_sole_job(run: RunDir, spec: RunSpec, task: str) -> None:
     """Refuse a job whose script was submitted by hand while the run's own job waits or runs."""
     if run_tasks.is_recorded(spec, task):
         return
-    job, states = job_of(task), SlurmClient().tasks(run_tasks.jobs_of(spec)).values()
+    job, states = job_of(task), scheduler.own_queue(spec).tasks(run_tasks.jobs_of(spec)).values()
     for state in states:
         if state.phase is not Phase.ENDED:
             raise RunDirectoryError(

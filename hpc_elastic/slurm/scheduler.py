@@ -55,13 +55,14 @@ def task_queue(
     With ``run``, the requests of ``task`` are combined with those of tasks that leave their nodes
     at the same time; ``attempt`` is the number of its requeues.
     """
-    queue = _own_queue(spec)
+    queue = own_queue(spec)
     if run is None or spec.settings.nodes.max < FEWEST or isinstance(queue, LocalQueue):
         return queue
     return CombinedRequests(run.departing, queue, task, attempt)
 
 
-def _own_queue(spec: RunSpec) -> SlurmClient | LocalQueue:
+def own_queue(spec: RunSpec) -> SlurmClient | LocalQueue:
+    """Return the queue of the tasks of a run."""
     local = spec.settings.backend == "local"
     return LocalQueue(Submission(Path(spec.submission))) if local else SlurmClient()
 
@@ -78,7 +79,7 @@ class Scheduler:
     ) -> None:
         self._run = run
         self._spec = spec
-        self._queue = queue or _own_queue(spec)
+        self._queue = queue or own_queue(spec)
         self._is_silent = False
         self._launch_failed_on: dict[tuple[str, int | None], str] = {}
         """Node that could not start an attempt which Slurm holds; "" if it is not known."""

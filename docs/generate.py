@@ -369,11 +369,12 @@ PAGES = {
 
 if __name__ == "__main__":
     from api_pages import api_pages  # Griffe, of the extras `docs` and `test`, reads the code
+    from badges import badges
     from sizing_page import sizing_page
 
     written = {name: page() for name, page in PAGES.items()}
     written |= {f"api/{name}": text for name, text in api_pages().items()}
-    written["../explanation/sizing.md"] = sizing_page()
+    written |= {"../explanation/sizing.md": sizing_page(), "../images/badges.svg": badges()}
     for name, text in written.items():
         (Path(__file__).parent / "reference" / name).write_text(text)
     figures.write()

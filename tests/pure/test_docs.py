@@ -15,6 +15,7 @@ from hpc_elastic.run import directory
 sys.path.append(str(ROOT / "docs"))
 
 import figures
+from badges import badges
 from generate import cli_page, settings_page
 from sizing_page import sizing_page
 
@@ -78,14 +79,15 @@ def test_a_page_without_a_link_is_found(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "page"),
     [
-        ("reference/settings", settings_page),
-        ("reference/cli", cli_page),
-        ("explanation/sizing", sizing_page),
+        ("reference/settings.md", settings_page),
+        ("reference/cli.md", cli_page),
+        ("explanation/sizing.md", sizing_page),
+        ("images/badges.svg", badges),
     ],
 )
 def test_a_generated_page_is_fresh(name, page):
     """`python docs/generate.py` writes it."""
-    assert (ROOT / f"docs/{name}.md").read_text() == page()
+    assert (ROOT / f"docs/{name}").read_text() == page()
 
 
 def test_every_figure_has_a_source():

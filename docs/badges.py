@@ -22,10 +22,7 @@ def badges() -> str:
     seen = zip(("Python", "torch", "Hydra"), zip(*rows, strict=True), strict=True)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     shown = {
-        **{
-            name: _range(found)
-            for name, found in zip(("Python", "torch", "Hydra"), seen, strict=True)
-        },
+        **{name: _range(found) for name, found in seen},
         "Slurm": _range(path.name for path in _SLURM.iterdir()),
         "license": project["license"],
     }

@@ -35,7 +35,6 @@ from hpc_elastic.shared_files import Mount, carried_out
 from hpc_elastic.site import OptionalCalls, QueueAdvice, QueuePolicy, QueueQuestion
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.transport.connection import (
-    CONNECTION_ERRORS,
     Listener,
     ServerConnection,
 )
@@ -185,8 +184,6 @@ class Leader:
     def _fail_on_error(self) -> Iterator[None]:
         try:
             yield
-        except CONNECTION_ERRORS:
-            raise
         except Exception as e:
             self._fail(e)
 

@@ -26,30 +26,36 @@ PLANTED = textwrap.dedent(
     """
     import os, sys
     if "hpc_elastic.agent" in sys.orig_argv:
-        from hpc_elastic.rendezvous.torch_handler import RoundStores
-        make = RoundStores.make
+        from {module} import {cls} as owner
+        method = owner.{method}
 
-        def refuse(self):
+        def refuse(self, *arguments):
             if os.environ["SLURMD_NODENAME"] not in {nodes!r}:
-                return make(self)
+                return method(self, *arguments)
             raise {error}
 
-        RoundStores.make = refuse
+        owner.{method} = refuse
     """
 )
-"""A store that fails on some nodes, as with a torch that takes no listening socket."""
+"""A method that fails on the nodes that lead."""
+STORE = {"module": "hpc_elastic.rendezvous.torch_handler", "cls": "RoundStores", "method": "make"}
+"""As with a torch that takes no listening socket."""
+MESSAGES = {
+    "module": "hpc_elastic.rendezvous.leader_state", "cls": "LeaderState", "method": "received",
+}  # fmt: skip
+"""An agent's message, with an error that a connection could have raised as well."""
 
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Starts the script's run; on these nodes, no store can be made."""
+    """Starts the script's run; on these nodes, a method of a leader raises the error."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
 
-    def run(nodes: tuple[str, ...], error: str, *overrides: str) -> LocalRun:
+    def run(where: dict[str, str], nodes: tuple[str, ...], error: str, *overrides: str) -> LocalRun:
         (tmp_path / "planted").mkdir()
         (tmp_path / "planted" / "sitecustomize.py").write_text(
-            PLANTED.format(nodes=nodes, error=error)
+            PLANTED.format(**where, nodes=nodes, error=error)
         )
         path = f"{tmp_path / 'planted'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         monkeypatch.setenv("PYTHONPATH", path)
@@ -58,9 +64,12 @@ def start(tmp_path, monkeypatch):
     return run
 
 
-def test_a_run_whose_leaders_all_fail_ends_with_their_error(start):
+@pytest.mark.parametrize("where", [STORE, MESSAGES], ids=["store", "messages"])
+def test_a_run_whose_leaders_all_fail_ends_with_their_error(start, where):
     """Both nodes have led by then, with pauses that grow; each failure is an event."""
-    with start(("local-0", "local-1"), "TypeError('torch takes no socket')", "nodes=2") as run:
+    with start(
+        where, ("local-0", "local-1"), "TypeError('torch takes no socket')", "nodes=2"
+    ) as run:
         assert run.wait() != 0
     failed = run.events("leader_failed")
     assert [e["terms"] for e in failed] == [1, 2, 3, 4]
@@ -84,7 +93,7 @@ def test_a_run_whose_leaders_all_fail_ends_with_their_error(start):
 def test_a_node_that_cannot_lead_leaves_that_to_another(start):
     """It is a member of the group all the same."""
     error = "RuntimeError('cannot start a thread')"
-    with start(("local-0",), error, "nodes=2") as run:
+    with start(STORE, ("local-0",), error, "nodes=2") as run:
         assert run.wait() == 0
     assert {e["host"] for e in run.events("leader_failed")} <= {"local-0"}
     (round_,) = run.events("round")

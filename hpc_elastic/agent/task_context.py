@@ -78,8 +78,8 @@ def find_task(array: Path, slurm: SlurmEnvironment) -> Task:
     if index >= len(runs):
         raise HpcElasticError(f"{array} has {len(runs)} tasks, not {index}")
     files = ArrayFiles.of(array)
-    if files.job_id is None:  # submitted by hand
-        files.submitted_as(str(job_id))
+    if files.job_id is None:
+        files.started_as(str(job_id))
     run = RunDir(Path(runs[index]["dir"]))
     spec = ownership.load_own(run, run.rdzv, run.first_term, run.event_logs, run.tasks, run.hydra)
     superseded = spec.generation > 0 and (files.number, index) not in spec.tasks

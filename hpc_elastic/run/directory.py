@@ -418,8 +418,12 @@ class ArrayFiles:
             return None
 
     def submitted_as(self, job_id: str) -> None:
-        """Record the job id (submission; a task whose script was submitted by hand)."""
+        """Record the job id of the submission."""
         shared_files.write_atomic(self.job_id_file, job_id + "\n")
+
+    def started_as(self, job_id: str) -> None:
+        """Record the job id of a task that starts, unless one is recorded: by hand, for one."""
+        shared_files.create_atomic(self.job_id_file, job_id + "\n")
 
     def withdraw(self) -> None:
         """Remove what was written for an array that was never submitted.

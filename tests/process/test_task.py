@@ -9,7 +9,7 @@ import pytest
 from hpc_elastic.agent import task_main as start_module
 from hpc_elastic.agent.task_context import find_task
 from hpc_elastic.errors import HpcElasticError, RunDirectoryError, SlurmEnvironmentError
-from hpc_elastic.run.directory import Entry, RunDir
+from hpc_elastic.run.directory import ArrayFiles, Entry, RunDir
 from hpc_elastic.shared_files import make_folder
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import REPLACEMENT, SlurmEnvironment
@@ -104,6 +104,22 @@ def test_a_second_job_of_the_same_script_is_refused(array, queue, monkeypatch, c
     (line,) = capsys.readouterr().err.splitlines()
     assert "job 70" in line and "job 60" in line and f"60_0 is {state}" in line
     assert "scancel 70" in line and "hpc-elastic resume" in line
+
+
+def test_of_two_jobs_that_start_at_once_one_is_recorded(array, queue, monkeypatch):
+    """Its script was submitted twice by hand; neither task has found a job recorded."""
+    file = array()
+    queue["60_0"] = TaskState("60_0", "RUNNING")
+    look, looks = ArrayFiles.job_id.fget, iter([None])
+
+    def job_id(files):
+        seen = next(looks, look(files))
+        file.with_suffix(".jobid").write_text("60\n")  # after the look
+        return seen
+
+    monkeypatch.setattr(ArrayFiles, "job_id", property(job_id))
+    with pytest.raises(RunDirectoryError, match="60_0 is RUNNING"):
+        find_task(file, SlurmEnvironment(ARRAY_TASK))
 
 
 def test_a_script_may_be_submitted_again_once_its_first_job_has_ended(array, queue):

@@ -37,6 +37,7 @@ def plain(line: str) -> str:
     line = re.sub(r"-[0-9a-f]{8}\b", "", line).replace("(Priority)", "(Resources)")
     line = re.sub(r"\d[\d,.:]*(e-\d+)?", "#", line)
     line = re.sub(r"# (ms|s|min|h|d)( # (s|min|h))*\b", "# s", line)
+    line = line.replace(" (from # back to #)", "")  # no step is lost right behind a checkpoint
     return re.sub(r"(RUNNING .*) # s$", r"\1", " ".join(line.split()))  # the time left
 
 

@@ -34,10 +34,7 @@ from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.shared_files import Mount, carried_out
 from hpc_elastic.site import OptionalCalls, QueueAdvice, QueuePolicy, QueueQuestion
 from hpc_elastic.slurm.job_state import TaskState
-from hpc_elastic.transport.connection import (
-    Listener,
-    ServerConnection,
-)
+from hpc_elastic.transport.connection import Listener, ServerConnection
 from hpc_elastic.transport.messages import pack, read_fields, unpack
 
 _log = logging.getLogger(__name__)

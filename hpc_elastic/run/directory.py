@@ -422,7 +422,7 @@ class ArrayFiles:
         shared_files.write_atomic(self.job_id_file, job_id + "\n")
 
     def started_as(self, job_id: str) -> None:
-        """Record the job id of a task that starts, unless one is recorded: by hand, for one."""
+        """Record the job id of a task that starts, unless another is: two were started by hand."""
         shared_files.create_atomic(self.job_id_file, job_id + "\n")
 
     def withdraw(self) -> None:

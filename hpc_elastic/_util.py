@@ -9,9 +9,6 @@ import math
 import os
 import re
 import select
-import shlex
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +19,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar, cast
 
 if TYPE_CHECKING:
+    import subprocess
+
     from _typeshed import FileDescriptorLike
 
 T = TypeVar("T")
@@ -47,6 +46,9 @@ def run(
     of bytes that are not UTF-8: ``surrogateescape`` for names of files. Raises OSError if it cannot
     be started, and subprocess.TimeoutExpired if it has not ended in time.
     """
+    import signal  # at its use, with the next: a Hydra script that is not ours imports this module
+    import subprocess
+
     process = subprocess.Popen(
         argv, env=env, text=True, errors=errors, process_group=0,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -72,6 +74,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
     By default they end Python at once, and its child processes continue. A SIGHUP that is ignored
     stays so: the program was started by nohup.
     """
+    import signal
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -128,6 +131,8 @@ def _both(number: int, size: int, large: str, small: str) -> str:
 
 def quoted(path: Path) -> str:
     """Return a path for a shell, relative to the working directory if it lies below that."""
+    import shlex
+
     near = path.is_relative_to(Path.cwd()) and path != Path.cwd()
     return shlex.quote(str(path.relative_to(Path.cwd()) if near else path))
 
@@ -207,14 +212,14 @@ def readable(
     return [by_number[number] for number, _ in poll.poll(timeout_ms)]
 
 
-_ESCAPES = re.compile(
+_ESCAPES = (
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # control sequences: colours, the cursor
     r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f]).*?(?:\x07|\x1b\\|\x9c|$)"  # strings: the title, links
     r"|\x1b[ -/]*[0-~]"
     r"|[\x00-\x08\x0a-\x1f\x7f-\x9f]"
     r"|[\u2028-\u202e\u2066-\u2069]"  # ends of lines, and changes of the direction of text
 )
-_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+_COLOUR = r"\x1b\[[0-9;:]*m"
 
 
 def cleaned(text: str, *, colours: bool) -> str:
@@ -223,9 +228,9 @@ def cleaned(text: str, *, colours: bool) -> str:
         return text
 
     def shown(m: re.Match[str]) -> str:
-        return m[0] if colours and _COLOUR.fullmatch(m[0]) else ""
+        return m[0] if colours and re.fullmatch(_COLOUR, m[0]) else ""
 
-    found = _ESCAPES.sub(shown, text)
+    found = re.sub(_ESCAPES, shown, text)
     return found + "\x1b[0m" if "\x1b" in found else found
 
 

@@ -2,18 +2,19 @@
 
 Hydra imports every module of ``hydra_plugins`` for every Hydra script on the machine, whether it
 uses this launcher or not. So a user's script need not import anything, and this module imports
-nothing but Hydra's interface and the defaults before the first launch.
+nothing but Hydra's interface before a config uses it: the defaults are made then.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -21,13 +22,13 @@ from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
 
 from hpc_elastic._util import folder, hydra_release
-from hpc_elastic.config.schema import BACKENDS, TOP_LEVEL, OptunaSettings
 
 if TYPE_CHECKING:
     from hydra.core.utils import JobReturn
     from hydra.types import HydraContext, TaskFunction
     from omegaconf import DictConfig
 
+    from hpc_elastic.config.schema import OptunaSettings
     from hpc_elastic.launcher.sweep import Sweep
 
 TARGET = f"{__name__}.ElasticLauncher"
@@ -101,7 +102,7 @@ class ElasticOptunaSweeper(Sweeper):
     def __init__(self, **settings: Any) -> None:
         super().__init__()
         self._raw = settings
-        self._settings = OptunaSettings()
+        self._settings: OptunaSettings
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -177,6 +178,39 @@ class HpcElasticSearchPath(SearchPathPlugin):
         search_path.append("hpc_elastic", folder("conf").as_uri())
 
 
+class _MadeAtUse(ConfigNode):
+    """A node of Hydra's ConfigStore that is made when a composition takes a copy of it.
+
+    Hydra 1.3 copies the whole store in each composition, too: that makes and copies no node.
+    """
+
+    def __copy__(self) -> ConfigNode:
+        return ConfigNode(self.name, _node(self.name), self.group, self.package, self.provider)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ConfigNode:
+        return self
+
+
+@functools.cache
+def _node(name: str) -> DictConfig:
+    from hpc_elastic.config.schema import BACKENDS, TOP_LEVEL, OptunaSettings
+
+    # not a struct: `hpc_elastic.config` refuses unknown keys with the nearest known key
+    flags = {"struct": False}
+    if name == "elastic_optuna.yaml":
+        sweeper: dict[str, Any] = {
+            "_target_": f"{__name__}.{ElasticOptunaSweeper.__name__}",
+            "_recursive_": False,  # the sampler is made after the check of all settings
+            "_convert_": "all",
+            **asdict(OptunaSettings()),
+        }
+        return OmegaConf.create(sweeper, flags=flags)
+    backend = name.removeprefix("hpc_elastic_").removesuffix(".yaml")
+    launcher = OmegaConf.create(asdict(BACKENDS[backend]()), flags=flags)
+    ours = {"_target_": TARGET, "backend": backend}
+    return OmegaConf.create({"hydra": {"launcher": ours}, **TOP_LEVEL, "launcher": launcher})
+
+
 def register_defaults() -> None:
     """Store the defaults of every setting in Hydra's ConfigStore; may be called again.
 
@@ -194,21 +228,11 @@ def register_defaults() -> None:
     if is_old:  # later ones take it from the command line or the script's config
         keys["hydra"] = {"mode": "MULTIRUN"}
     store.store(name="hpc_elastic_keys", node=keys, package="_global_")
-    for backend, settings in BACKENDS.items():
-        # not a struct: `hpc_elastic.config` refuses unknown keys with the nearest known key
-        launcher = OmegaConf.create(asdict(settings()), flags={"struct": False})
-        ours = {"_target_": TARGET, "backend": backend}
-        node = {"hydra": {"launcher": ours}, **TOP_LEVEL, "launcher": launcher}
-        name = f"hpc_elastic_{backend}"
-        store.store(name=name, group="hydra/launcher", node=node, package="_global_")
-    sweeper: dict[str, Any] = {
-        "_target_": f"{__name__}.{ElasticOptunaSweeper.__name__}",
-        "_recursive_": False,  # the sampler is made after the check of all settings
-        "_convert_": "all",
-        **asdict(OptunaSettings()),
-    }
-    config = OmegaConf.create(sweeper, flags={"struct": False})
-    store.store(name="elastic_optuna", group="hydra/sweeper", node=config)
+    launchers = (("launcher", f"hpc_elastic_{name}", "_global_") for name in ("slurm", "local"))
+    for group, name, package in (*launchers, ("sweeper", "elastic_optuna", None)):
+        store.store(name=name, group=f"hydra/{group}", node={}, package=package)
+        nodes = store.repo["hydra"][group]
+        nodes[f"{name}.yaml"] = _MadeAtUse(**vars(nodes[f"{name}.yaml"]))
 
 
 register_defaults()

@@ -12,6 +12,7 @@ from hydra.errors import CompactHydraException
 from omegaconf import DictConfig, OmegaConf
 
 from hpc_elastic._util import hydra_release
+from hpc_elastic.config.schema import SlurmSettings
 from hpc_elastic.errors import ConfigError, HpcElasticError, WorkerGroupError
 from hpc_elastic.launcher.sweep import check_choices, hide_traceback
 
@@ -189,20 +190,27 @@ def test_snapshot_runs_the_copy(app, tmp_path):
 
 
 def test_other_hydra_scripts_do_not_pay_for_us(tmp_path):
-    """Hydra imports the plugin for every script: it pulls in nothing of the submission."""
+    """Hydra imports the plugin for every script: two modules of ours, and no setting is made."""
     code = (
-        "import sys, hydra, hydra._internal.core_plugins.basic_sweeper\n"
+        "import sys, hydra, hydra._internal.hydra, hydra._internal.core_plugins.basic_sweeper\n"
         "import hydra.plugins.launcher\n"
-        "import hydra_plugins.hpc_elastic_launcher.launcher\n"
-        "print([m for m in sys.modules if m.split('.')[0] in "
-        "('torch', 'submitit', 'rich', 'jinja2', 'psutil', 'optuna') "
-        "or m.startswith('hpc_elastic.launcher')])"
+        "before = set(sys.modules)\n"
+        "import hydra_plugins.hpc_elastic_launcher.launcher as plugin\n"
+        "print(*sorted(set(sys.modules) - before))\n"
+        "with hydra.initialize(version_base='1.3'):\n"
+        "    hydra.compose(overrides=['+lr=1'])\n"
+        "    print(plugin._node.cache_info().currsize, 'hpc_elastic.config' in sys.modules)\n"
+        "    config = hydra.compose(overrides=['+launcher=slurm'])\n"
+        "    print(plugin._node.cache_info().currsize, config.launcher.max_restarts)\n"
     )
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
     )
-    assert done.stdout == "[]\n"
+    plugin = "hydra_plugins.hpc_elastic_launcher"
+    imported = f"hpc_elastic hpc_elastic._util hydra_plugins {plugin} {plugin}.launcher"
+    most = SlurmSettings().max_restarts
+    assert done.stdout.splitlines() == [imported, "0 False", f"1 {most}"]
 
 
 @pytest.mark.parametrize("error", [ConfigError("a", 1, "b"), WorkerGroupError("x", {"rank": 1})])

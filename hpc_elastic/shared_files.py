@@ -35,7 +35,6 @@ import functools
 import json
 import os
 import re
-import secrets
 import stat
 import threading
 import time
@@ -321,7 +320,7 @@ def forget_absence(path: Path) -> None:
 
 def _stage(path: Path, content: str | bytes, mode: int, folder: Path) -> Path:
     """Write to a hidden file of a folder, beside the one that it is for as a rule."""
-    staged = folder / f".{path.name}.{secrets.token_hex(8)}"
+    staged = folder / f".{path.name}.{os.urandom(8).hex()}"
     fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         try:

@@ -11,7 +11,6 @@ import click
 from hpc_elastic._util import quoted
 from hpc_elastic.cli import options
 from hpc_elastic.errors import ScriptError
-from hpc_elastic.run.directory import RunDir
 
 _CANCEL_EXAMPLES = """
 \b
@@ -131,6 +130,7 @@ def resume_command(run: Path, overrides: tuple[str, ...], as_json: bool) -> int:
     """
     from hpc_elastic.cli.submit import print_run
     from hpc_elastic.launcher.control import resume
+    from hpc_elastic.run.directory import RunDir
 
     local = RunDir(run).load().settings.backend == "local"
     if local:

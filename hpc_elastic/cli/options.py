@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpc_elastic.errors import RunDirectoryError, near_miss
-from hpc_elastic.run import ownership, registry
-from hpc_elastic.run.directory import SUBMISSION, RunDir
-from hpc_elastic.shared_files import is_there
 
 if TYPE_CHECKING:
     from hpc_elastic.report.run_view import RunView
@@ -37,6 +34,8 @@ def find_run(name: str, *, here: bool = False) -> Path:
     only this id has; or ``last``: the newest run, with ``here`` of those submitted in this
     directory or below it. Raises RunDirectoryError if there is no such run.
     """
+    from hpc_elastic.run import registry
+
     path = Path(name)
     if path.is_dir():
         return _run_below(path.absolute())
@@ -67,11 +66,16 @@ def find_run(name: str, *, here: bool = False) -> Path:
 
 def is_sweep(folder: Path) -> bool:
     """Return whether a directory is that of a sweep, and not of a run."""
+    from hpc_elastic.run.directory import SUBMISSION, RunDir
+    from hpc_elastic.shared_files import is_there
+
     return (folder / SUBMISSION).is_dir() and not is_there(RunDir(folder).spec)
 
 
 def runs_below(sweep: Path) -> Iterator[Path]:
     """Yield the runs of a sweep directory, however deep ``hydra.sweep.subdir`` has them."""
+    from hpc_elastic.run.directory import SUBMISSION, RunDir
+
     for folder, below, files in os.walk(sweep):
         if is_run := RunDir(Path(folder)).spec.name in files:
             yield Path(folder)
@@ -112,6 +116,8 @@ class RunName(click.ParamType):  # type: ignore[type-arg]  # generic since click
         self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None
     ) -> Path:
         """Return the run directory."""
+        from hpc_elastic.run.directory import SUBMISSION
+
         if self._or_folder and Path(value).exists() and not (Path(value) / SUBMISSION).is_dir():
             return Path(value)
         if ctx is not None:
@@ -123,6 +129,8 @@ class RunName(click.ParamType):  # type: ignore[type-arg]  # generic since click
     ) -> list[click.shell_completion.CompletionItem]:
         """Return the ids that begin with `incomplete`, or let the shell complete directories."""
         from click.shell_completion import CompletionItem
+
+        from hpc_elastic.run import registry
 
         ids = [LAST, *(run.run_id for run in registry.newest_first())]
         found = [CompletionItem(i) for i in ids if i.startswith(incomplete)]
@@ -145,6 +153,8 @@ class SweepName(RunName):
 def _note_trust(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     """Trust the run until the command ends."""
     if value:
+        from hpc_elastic.run import ownership
+
         ctx.with_resource(ownership.trusting())
 
 

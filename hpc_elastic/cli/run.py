@@ -14,7 +14,6 @@ import click
 
 from hpc_elastic.cli import options
 from hpc_elastic.cli.submit import print_submitted, submit_by
-from hpc_elastic.config.schema import TOP_LEVEL, LocalSettings, SlurmSettings, described
 
 _RUN_EXAMPLES = """
 \b
@@ -60,6 +59,8 @@ class _RunCommand(click.Command):
     @cached_property
     def settings(self) -> dict[str, click.Option]:
         """The option of each setting; they are read from the schema where they are needed."""
+        from hpc_elastic.config.schema import LocalSettings, SlurmSettings, described
+
         found = dict(_TOP)
         for group in (SlurmSettings, LocalSettings):
             for key, _, hint, meaning in described(group):
@@ -133,6 +134,7 @@ def run_command(settings: list[str], command: list[str], detach: bool, as_json: 
     from hpc_elastic.agent import command as entry_module
     from hpc_elastic.api import launch_entry
     from hpc_elastic.config.resolve import read_setting, resolve
+    from hpc_elastic.config.schema import TOP_LEVEL
     from hpc_elastic.errors import ConfigError
     from hpc_elastic.launcher.local import machine_gpus
     from hpc_elastic.launcher.user_code import search_path

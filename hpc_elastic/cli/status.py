@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Group, RenderableType
@@ -22,15 +23,14 @@ from hpc_elastic._console import console, plain_table
 from hpc_elastic._util import counted, duration, node_time, sigterm_as_interrupt
 from hpc_elastic.cli import options
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.launcher.follow import LIST_SHOWN_S, RunFollower
-from hpc_elastic.report.details import RunDetails, RunTask, read_details
-from hpc_elastic.report.node_time import KINDS
-from hpc_elastic.report.run_view import Query, label_of, read_view, read_views
-from hpc_elastic.run import registry
-from hpc_elastic.run.registry import KnownRun
+from hpc_elastic.report import KINDS
 from hpc_elastic.run.task_name import index_of
-from hpc_elastic.site import FAR_S, ExpectedStart
-from hpc_elastic.slurm.scheduler import take_snapshot
+
+if TYPE_CHECKING:
+    from hpc_elastic.report.details import RunDetails, RunTask
+    from hpc_elastic.report.run_view import Query
+    from hpc_elastic.run.registry import KnownRun
+    from hpc_elastic.site import ExpectedStart
 
 _GAP_S = 60.0
 """Seconds between two queries about gaps. Many users have a watch open all day."""
@@ -90,6 +90,10 @@ def status_command(run: Path, watch: bool, every_s: float, as_json: bool) -> int
     if the run has not succeeded. `hpc-elastic wait` prints one line at a time instead, for all runs
     of a sweep.
     """
+    from hpc_elastic.launcher.follow import LIST_SHOWN_S, RunFollower
+    from hpc_elastic.report.details import read_details
+    from hpc_elastic.report.run_view import read_view
+
     gap, follower = NextGap(), RunFollower([run], list_s=LIST_SHOWN_S)
 
     def read() -> RunDetails:
@@ -381,6 +385,8 @@ def _grouped(tasks: Sequence[RunTask]) -> Iterator[tuple[RunTask, int]]:
 
 
 def _state(task: RunTask, num: int) -> Text:
+    from hpc_elastic.site import FAR_S
+
     if task.last_known is not None:
         text = Text("unknown", style="yellow")
         return text.append(f" (last known: {_LAST.get(task.last_known, task.last_known)})", "dim")
@@ -485,6 +491,8 @@ def list_command(everything: bool, limit: int, as_json: bool) -> int:
     Slurm is queried once, for all runs that have not ended. Runs whose directory was deleted are
     left out. `hpc-elastic status RUN` shows a run in detail.
     """
+    from hpc_elastic.run import registry
+
     known = registry.newest_first()
     found = list(known if everything else islice(known, limit))
     runs = listed(found)
@@ -495,9 +503,12 @@ def list_command(everything: bool, limit: int, as_json: bool) -> int:
     return 0
 
 
-def listed(known: Sequence[KnownRun], query: Query = take_snapshot) -> list[Listed]:
+def listed(known: Sequence[KnownRun], query: Query | None = None) -> list[Listed]:
     """Return the rows of runs; the scheduler is queried once for all that go on."""
-    views = read_views([run.path for run in known], query)
+    from hpc_elastic.report.run_view import label_of, read_views
+    from hpc_elastic.slurm.scheduler import take_snapshot
+
+    views = read_views([run.path for run in known], query or take_snapshot)
     found = []
     for run, view in zip(known, views, strict=True):
         head = (run.run_id, str(run.path), run.submitted)

@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib import metadata
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,8 +25,6 @@ import click
 from hpc_elastic._util import quoted
 from hpc_elastic.cli import options
 from hpc_elastic.errors import ScriptError, SubmissionError
-from hpc_elastic.run.directory import ArrayFiles, RunDir
-from hpc_elastic.shared_files import read_text
 
 _SUBMIT_EXAMPLES = """
 \b
@@ -167,6 +164,8 @@ def _is_plain(script: Path) -> bool:
     It would take no overrides, or train here and now. The user's modules are searched for the
     names; of packages that are installed, those that they require count.
     """
+    from importlib import metadata
+
     found, installed = [script], set[str]()
     with suppress(SyntaxError, ValueError):  # Python reports it
         nodes = list(ast.walk(ast.parse(script.read_bytes())))
@@ -324,6 +323,9 @@ def dry_run(script: str, arguments: Sequence[str]) -> tuple[str, list[Path]]:
 
 def _render(script: str, arguments: Sequence[str], output: Path | None, *, as_json: bool) -> int:
     """Print the batch script that a dry run of a script has written, or copy several."""
+    from hpc_elastic.run.directory import ArrayFiles, RunDir
+    from hpc_elastic.shared_files import read_text
+
     printed, scripts = dry_run(script, arguments)
     sys.stderr.write(printed)
     files = scripts if output is None else _copy_scripts(scripts, output)

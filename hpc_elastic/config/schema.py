@@ -8,6 +8,8 @@ in ``Annotated`` is the form of a value that has one beyond its type (`resolve.F
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Iterator
 from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass, replace
 from itertools import pairwise
@@ -365,13 +367,10 @@ class RunSettings:
 def described(cls: type[Any], path: str = "") -> Iterator[tuple[str, Field[Any], Any, str]]:
     """Yield key, field, type and docstring of each setting of a dataclass, and of those in it."""
     import ast
-    import inspect
 
     meanings: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
-        body = ast.parse(inspect.getsource(base)).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for setting, below in pairwise(body.body):
+        for setting, below in pairwise(_classes(base.__module__)[base.__name__].body):
             if isinstance(setting, ast.AnnAssign) and isinstance(below, ast.Expr):
                 target, value = setting.target, below.value
                 if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
@@ -383,6 +382,15 @@ def described(cls: type[Any], path: str = "") -> Iterator[tuple[str, Field[Any],
             yield from described(hint, f"{key}.")
         else:
             yield key, each, hint, meanings.get(each.name, "")
+
+
+@functools.cache
+def _classes(module: str) -> dict[str, Any]:
+    import ast
+    import inspect
+
+    parsed = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node for node in parsed.body if isinstance(node, ast.ClassDef)}
 
 
 SAMPLERS = {

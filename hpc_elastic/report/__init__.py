@@ -9,7 +9,7 @@
 - `progress_log`  the lines of progress.jsonl, and the pace of the training
 - `report`        all of it as values: the JSON form
 - `charts`        the charts of a report in Vega-Lite
-- `page`          the report as HTML and PNG; needs the extra ``report``
+- `page`          the report as HTML; as PNG it needs the extra ``report``
 - `failure`       a failed worker in words
 - `log_files`     the log files of a run as one stream of lines, also as they grow
 
@@ -20,6 +20,18 @@ So the package can be called, as that function.
 import sys
 from types import ModuleType
 from typing import Any
+
+KINDS = {
+    "useful": "steps that were not made before",
+    "replayed": "steps that were made again after a node or worker was lost",
+    "checkpoint": "the training waits for a checkpoint",
+    "restore": "finding and loading a checkpoint",
+    "import": "workers start and import, until their first step",
+    "rendezvous": "the group forms",
+    "start": "the agent of the node starts",
+    "idle": "other nodes train, and this one does not",
+}
+"""What node time is spent on, the best first: its name and its meaning."""
 
 
 class _CallablePackage(ModuleType):

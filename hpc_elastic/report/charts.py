@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 from hpc_elastic._util import node_time
-from hpc_elastic.report.node_time import KINDS
+from hpc_elastic.report import KINDS
 from hpc_elastic.report.progress_log import TRAINING
 from hpc_elastic.report.sentences import naturally
 

@@ -19,21 +19,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 
+from hpc_elastic.report import KINDS
 from hpc_elastic.report.attempts import EventIndex, Round, TaskAttempt, time_of
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.run.events import Event
-
-KINDS = {
-    "useful": "steps that were not made before",
-    "replayed": "steps that were made again after a node or worker was lost",
-    "checkpoint": "the training waits for a checkpoint",
-    "restore": "finding and loading a checkpoint",
-    "import": "workers start and import, until their first step",
-    "rendezvous": "the group forms",
-    "start": "the agent of the node starts",
-    "idle": "other nodes train, and this one does not",
-}
-"""What node time is spent on, the best first: its name and its meaning."""
 
 
 @dataclass(frozen=True)

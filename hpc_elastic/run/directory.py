@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import sys
 import time
 from collections.abc import Mapping
@@ -351,7 +350,7 @@ class RunDir:
         if not shared_files.create_atomic(self.spec, spec.to_json(), mode=0o600):
             raise self.taken_error()
         shared_files.make_folder(self.first_term)
-        shared_files.write_atomic(self.secret, secrets.token_hex(32), mode=0o600)
+        shared_files.write_atomic(self.secret, os.urandom(32).hex(), mode=0o600)
 
     def taken_error(self) -> RunDirectoryError:
         """Return the error for a directory that holds a run already."""

@@ -15,7 +15,6 @@ import getpass
 import json
 import logging
 import os
-import secrets
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -61,7 +60,7 @@ def add(runs: Mapping[str, Path]) -> None:
         folder().mkdir(parents=True, exist_ok=True, mode=0o700)
         numbers = (file.name.partition("-")[0] for file in folder().glob("*.json"))
         last = max((int(number) for number in numbers if number.isdecimal()), default=0)
-        name = f"{max(int(now * 1000), last + 1):015d}-{secrets.token_hex(4)}.json"
+        name = f"{max(int(now * 1000), last + 1):015d}-{os.urandom(4).hex()}.json"
         write_atomic(folder() / name, json.dumps(entry) + "\n")
     except (OSError, RuntimeError) as e:  # RuntimeError: there is no home directory
         _log.warning("hpc-elastic list will not show the runs of this submission: %s", e)

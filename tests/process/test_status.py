@@ -16,8 +16,8 @@ from local_runs import PATIENCE_S, LocalRun
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from hpc_elastic.cli.main import main
+from hpc_elastic.report import KINDS
 from hpc_elastic.report.details import RunDetails, read_details
-from hpc_elastic.report.node_time import KINDS
 from hpc_elastic.report.progress_log import read_points
 from hpc_elastic.report.run_view import read_view
 

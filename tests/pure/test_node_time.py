@@ -4,8 +4,9 @@ from itertools import pairwise
 
 import pytest
 
+from hpc_elastic.report import KINDS
 from hpc_elastic.report.attempts import EventIndex
-from hpc_elastic.report.node_time import KINDS, Account
+from hpc_elastic.report.node_time import Account
 from hpc_elastic.report.node_time import account as account_of
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.run.event_schema import LossReason

@@ -6,16 +6,15 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpc_elastic.cli import options
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.report.details import report_of
-from hpc_elastic.report.report import Report
-from hpc_elastic.report.run_view import read_view
-from hpc_elastic.shared_files import write_atomic
+
+if TYPE_CHECKING:
+    from hpc_elastic.report.report import Report
 
 _FORMATS = ("html", "png", "json")
 _STANDARD_OUTPUT = "-"
@@ -37,8 +36,8 @@ Formats:
   png   the figures and charts as a picture
   json  all values; docs/reference/report.md describes the keys
 
-html and png need `pip install 'hpc_elastic[report]'`. The file holds the configuration, and only
-you can read it; `chmod a+r` makes it readable to others.
+png needs `pip install 'hpc_elastic[report]'`. The file holds the configuration, and only you can
+read it; `chmod a+r` makes it readable to others.
 
 With --live, pages are served on 127.0.0.1 of this machine until Ctrl-C: a list of runs, the report
 of each, kept up to date, and its logs, followed and searched. RUN is also the directory of a sweep,
@@ -121,6 +120,9 @@ def report_command(
     to_file = output is not None and str(output) != _STANDARD_OUTPUT
     if (output is None and form != "json") or (as_json and not to_file):
         raise click.UsageError(f"-o FILE is missing, such as -o report.{form}")
+    from hpc_elastic.report.details import report_of
+    from hpc_elastic.report.run_view import read_view
+
     report = report_of(read_view(run))
     text = render(report, form)
     if output is None or not to_file:
@@ -152,7 +154,7 @@ def _serve(runs: Sequence[Path], **settings: Any) -> int:
 
 
 def render(report: Report, form: str) -> bytes:
-    """Return a report in a format; raise ReportLibraryError without the library of html and png."""
+    """Return a report in a format; raise ReportLibraryError without the library of png."""
     values = report.to_json()
     if form == "json":
         return (json.dumps(values) + "\n").encode()
@@ -167,6 +169,8 @@ def render(report: Report, form: str) -> bytes:
 
 def _write(output: Path, content: bytes) -> None:
     """Replace a file atomically by one that only its owner can read; write into a device."""
+    from hpc_elastic.shared_files import write_atomic
+
     try:
         if output.exists() and not output.is_file():
             output.write_bytes(content)

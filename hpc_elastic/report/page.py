@@ -8,13 +8,14 @@ carry its nonce, and opens no connection.
 from __future__ import annotations
 
 import functools
+import gzip
 import json
 import re
 import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import ModuleType
+from importlib.resources import files
 from typing import Any
 
 import yaml
@@ -33,7 +34,7 @@ SHOWN_AT_ONCE = 12
 
 
 def html(report: Mapping[str, Any]) -> str:
-    """Return the page of a report's JSON form; ReportLibraryError without the chart library."""
+    """Return the page of a report's JSON form."""
     drawn = charts.charts(report)
     return _template("page.html.j2").render(
         **_values(report, drawn), live=False, specs=_specs(drawn), configs=chart_configs(),
@@ -94,8 +95,9 @@ def chart_configs() -> dict[str, dict[str, Any]]:
 
 
 def charts_script() -> str:
-    """Return the script of Vega, Vega-Lite and their embedding; ReportLibraryError without it."""
-    return str(_library().javascript_bundle())
+    """Return the script of Vega, Vega-Lite and their embedding (vega.LICENSE.txt)."""
+    packed = files(__package__).joinpath("vega.js.gz").read_bytes()
+    return gzip.decompress(packed).decode()
 
 
 def theme_css() -> str:
@@ -258,10 +260,20 @@ _TITLES = {
 }  # fmt: skip
 
 
+class ReportLibraryError(HpcElasticError, ImportError):
+    """A library that shows runs is not installed."""
+
+
 def png(report: Mapping[str, Any]) -> bytes:
     """Return the picture; raise ReportLibraryError without the library that draws the charts."""
+    try:
+        import vl_convert
+    except ImportError as e:
+        raise ReportLibraryError(
+            f"a picture needs vl-convert ({e}): pip install 'hpc_elastic[report]'; a page does not"
+        ) from e
     chart = json.dumps(spec(report))
-    return bytes(_library().vegalite_to_png(chart, scale=2.0, allowed_base_urls=[]))
+    return bytes(vl_convert.vegalite_to_png(chart, scale=2.0, allowed_base_urls=[]))
 
 
 def spec(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -298,22 +310,3 @@ def spec(report: Mapping[str, Any]) -> dict[str, Any]:
         "resolve": {"scale": {"color": "independent", "shape": "independent"}},
         "config": charts.config("light"),
     }  # fmt: skip
-
-
-# ---- vl-convert: the script of Vega, Vega-Lite and their embedding for a page; and pictures
-
-
-class ReportLibraryError(HpcElasticError, ImportError):
-    """A library that shows runs is not installed."""
-
-
-def _library() -> ModuleType:
-    try:
-        import vl_convert
-    except ImportError as e:
-        raise ReportLibraryError(
-            f"a page or a picture needs vl-convert ({e}): pip install 'hpc_elastic[report]'; "
-            "--format json does not"
-        ) from e
-    library: ModuleType = vl_convert
-    return library

@@ -13,12 +13,13 @@ import pytest
 from hpc_elastic._util import counted
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.report import render
+from hpc_elastic.report import KINDS
 from hpc_elastic.report import charts as charts_module
 from hpc_elastic.report.attempts import EventIndex
 from hpc_elastic.report.charts import charts
 from hpc_elastic.report.details import report_of
-from hpc_elastic.report.node_time import KINDS, account
-from hpc_elastic.report.page import alike, by_cause, spec, tiles, unusual
+from hpc_elastic.report.node_time import account
+from hpc_elastic.report.page import alike, by_cause, charts_script, spec, tiles, unusual
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.report.report import (
     About,
@@ -548,14 +549,24 @@ def test_scripts_are_told_what_was_written(run, tmp_path, capsys):
     assert set(told) <= set(re.findall(r"\w+", capsys.readouterr().out))
 
 
-@pytest.mark.parametrize("form", ["html", "png"])
-def test_a_missing_library_is_named(run, tmp_path, monkeypatch, capsys, form):
-    """With the command that installs it; JSON does without."""
+def test_a_missing_library_is_named(run, tmp_path, monkeypatch, capsys):
+    """With the command that installs it; a page and JSON do without."""
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    out = tmp_path / f"r.{form}"
+    out = tmp_path / "r.png"
     assert main(["report", str(run.path), "-o", str(out)]) == 1
     assert "pip install 'hpc_elastic[report]'" in capsys.readouterr().err and not out.exists()
-    assert main(["report", str(run.path), "-o", str(tmp_path / "r.json")]) == 0
+    for form in ("html", "json"):
+        assert main(["report", str(run.path), "-o", str(tmp_path / f"r.{form}")]) == 0
+
+
+def test_a_page_draws_its_charts_with_the_script_that_ships():
+    """It is that of the library that draws pictures, so that both are alike."""
+    script = charts_script()
+    assert "</script" not in script
+    assert all(f"window.{name}=" in script for name in ("vegaEmbed", "vegaLite", "vega"))
+    library = pytest.importorskip("vl_convert")
+    if library.__version__.startswith("1.9.0"):
+        assert script == library.javascript_bundle()
 
 
 @pytest.mark.parametrize(

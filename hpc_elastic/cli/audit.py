@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-from rich.table import Table
-from rich.text import Text
 
-from hpc_elastic._console import console
 from hpc_elastic._util import counted
 from hpc_elastic.cli import options
-from hpc_elastic.data.audit import Proof, audit
+
+if TYPE_CHECKING:
+    from hpc_elastic.data.audit import Proof
 
 _COUNTS = ("once", "twice", "never", "left", "dropped", "padded", "elsewhere")
 _ALWAYS_SHOWN = ("once", "twice", "never")
@@ -50,6 +50,8 @@ def audit_command(run: Path, as_json: bool) -> int:
     The command reads the ledger of the run's samplers, over all changes of the world size. The exit
     code is 1 if a sample was left out or trained twice, or that is unknown.
     """
+    from hpc_elastic.data.audit import audit
+
     proofs = audit(run)
     if as_json:
         options.print_json({p.name: {"holds": p.holds, **asdict(p)} for p in proofs})
@@ -60,6 +62,11 @@ def audit_command(run: Path, as_json: bool) -> int:
 
 
 def _print_audit(proof: Proof) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from hpc_elastic._console import console
+
     out = console()
     # without columns of zeros
     counts = [c for c in _COUNTS if c in _ALWAYS_SHOWN or any(getattr(e, c) for e in proof.epochs)]

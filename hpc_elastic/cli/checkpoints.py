@@ -7,14 +7,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-from rich.table import Table
 
-from hpc_elastic._console import console
 from hpc_elastic._util import counted
-from hpc_elastic.checkpoint.manifest import MANIFEST, Manifest
-from hpc_elastic.checkpoint.store import Store, directories_of, problems_of, read_manifest
 from hpc_elastic.cli import options
 from hpc_elastic.errors import (
     CheckpointCorruptError,
@@ -24,9 +21,10 @@ from hpc_elastic.errors import (
     RunDirectoryError,
     SlurmError,
 )
-from hpc_elastic.run import ownership
-from hpc_elastic.run.directory import RunDir
-from hpc_elastic.shared_files import is_there
+
+if TYPE_CHECKING:
+    from hpc_elastic.checkpoint.manifest import Manifest
+    from hpc_elastic.run.directory import RunDir
 
 
 @dataclass(frozen=True)
@@ -78,6 +76,10 @@ def verify_command(run: Path, as_json: bool) -> int:
 
 def find_checkpoints(path: Path) -> list[Path]:
     """Return the checkpoints of a run or of a directory, the newest first; one alone is itself."""
+    from hpc_elastic.checkpoint.manifest import MANIFEST
+    from hpc_elastic.checkpoint.store import Store, directories_of
+    from hpc_elastic.run.directory import RunDir
+
     if (path / MANIFEST).exists():
         return [path]
     directories = [path] if Store(path).steps() else directories_of(RunDir(path))
@@ -90,6 +92,8 @@ def find_checkpoints(path: Path) -> list[Path]:
 
 def _examine(folder: Path) -> CheckpointFinding:
     """Check one checkpoint: all its bytes are read."""
+    from hpc_elastic.checkpoint.store import problems_of, read_manifest
+
     try:
         manifest = read_manifest(folder)
     except CheckpointError as e:
@@ -105,6 +109,10 @@ def _examine(folder: Path) -> CheckpointFinding:
 
 
 def _print_findings(findings: Sequence[CheckpointFinding]) -> None:
+    from rich.table import Table
+
+    from hpc_elastic._console import console
+
     table = Table("checkpoint", "saved", "size", "ranks", "state")
     has_several = len({Path(finding.folder).parent for finding in findings}) > 1
     for finding in findings:
@@ -184,6 +192,8 @@ def export_command(
 
 def _choose(run: Path, step: int | None) -> tuple[Path, Manifest]:
     """Return the newest good checkpoint, or that of a step."""
+    from hpc_elastic.checkpoint.store import read_manifest
+
     folders = find_checkpoints(run)
     directories = sorted({str(folder.parent) for folder in folders})
     if len(directories) > 1:
@@ -254,7 +264,8 @@ def prune_command(
     The exit code is 1 if something could not be removed.
     """
     from hpc_elastic.checkpoint import owner, prune
-    from hpc_elastic.run import fencing
+    from hpc_elastic.run import fencing, ownership
+    from hpc_elastic.run.directory import RunDir
 
     files = RunDir(run)
     if keep_last == 0 and not (yes or dry_run):
@@ -321,6 +332,8 @@ def _only_directory(run: RunDir) -> Path:
 
 def _has_tasks(run: Path) -> bool:
     """Whether the run may have a task; True if the scheduler does not answer."""
+    from hpc_elastic.run.directory import RunDir
+    from hpc_elastic.shared_files import is_there
     from hpc_elastic.slurm.scheduler import Scheduler
 
     files = RunDir(run)

@@ -8,19 +8,18 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from hpc_elastic.cli import options
-from hpc_elastic.launcher.follow import READ_S, RunFollower
-from hpc_elastic.report.attempts import EventIndex
-from hpc_elastic.report.progress_log import Point, read_points
-from hpc_elastic.report.run_view import RunView
-from hpc_elastic.report.sentences import day_of, lines, sentence
-from hpc_elastic.report.timeline import TimelineEntry, build_timeline
-from hpc_elastic.run.directory import RunDir
-from hpc_elastic.run.event_schema import valid_events
-from hpc_elastic.run.events import Event, EventReader
+
+if TYPE_CHECKING:
+    from hpc_elastic.report.progress_log import Point
+    from hpc_elastic.report.run_view import RunView
+    from hpc_elastic.report.timeline import TimelineEntry
+    from hpc_elastic.run.directory import RunDir
+    from hpc_elastic.run.events import Event, EventReader
 
 _POLL_S, _PAUSE = 0.5, 4.0
 """Interval of reads; the longer one, as a multiple of the time that a read of a long run takes."""
@@ -53,18 +52,28 @@ def events_command(run: Path, as_json: bool, raw: bool, follow: bool) -> int:
     """
     if as_json and raw:
         raise click.UsageError("--raw prints JSON already: give --json or --raw, not both")
-    RunDir(run).load()
+    from hpc_elastic.run.directory import RunDir
+    from hpc_elastic.run.events import EventReader
+
+    files = RunDir(run)
+    files.load()
+    reader = EventReader(files.event_logs)
     if raw:
-        return _raw(run, follow=follow)
-    return _follow(run, as_json=as_json) if follow else _print_all(run, as_json=as_json)
+        return _raw(files, reader, follow=follow)
+    return (_follow if follow else _print_all)(files, reader, as_json=as_json)
 
 
-def _print_all(run: Path, *, as_json: bool) -> int:
-    reader = EventReader(RunDir(run).event_logs)
+def _print_all(run: RunDir, reader: EventReader, *, as_json: bool) -> int:
+    from hpc_elastic.report.attempts import EventIndex
+    from hpc_elastic.report.progress_log import read_points
+    from hpc_elastic.report.sentences import lines
+    from hpc_elastic.report.timeline import build_timeline
+    from hpc_elastic.run.event_schema import valid_events
+
     events = valid_events(reader.new())
     if reader.doubt:
         options.print_message(reader.doubt)
-    found = build_timeline(EventIndex(events, read_points(RunDir(run).progress)))
+    found = build_timeline(EventIndex(events, read_points(run.progress)))
     if as_json:
         options.print_json([_as_json(entry) for entry in found])
     elif not found:
@@ -75,25 +84,30 @@ def _print_all(run: Path, *, as_json: bool) -> int:
 
 
 def _as_json(entry: TimelineEntry) -> dict[str, object]:
+    from hpc_elastic.report.sentences import sentence
+
     return {"sentence": sentence(entry), **entry.to_json()}
 
 
 # ---- following
 
 
-def _raw(run: Path, *, follow: bool) -> int:
+def _raw(run: RunDir, reader: EventReader, *, follow: bool) -> int:
     def show(events: Iterable[Event]) -> None:
         for event in events:
             print(json.dumps(event), flush=follow)
 
     if follow:
-        return options.print_end(_read(run, show))
-    show(EventReader(RunDir(run).event_logs).new())
+        return options.print_end(_read(run, reader, show))
+    show(reader.new())
     return 0
 
 
-def _follow(run: Path, *, as_json: bool) -> int:
-    printer = TimelinePrinter(partial(read_points, RunDir(run).progress), as_json=as_json)
+def _follow(run: RunDir, reader: EventReader, *, as_json: bool) -> int:
+    from hpc_elastic.report.progress_log import read_points
+    from hpc_elastic.run.event_schema import valid_events
+
+    printer = TimelinePrinter(partial(read_points, run.progress), as_json=as_json)
     events: list[Event] = []
 
     def show(new: list[Event]) -> None:
@@ -101,15 +115,16 @@ def _follow(run: Path, *, as_json: bool) -> int:
         if new or printer.has_unprinted:
             printer.print(events, time.time())
 
-    end = _read(run, show)
+    end = _read(run, reader, show)
     printer.print(events, float("inf"))
     return options.print_end(end)
 
 
-def _read(run: Path, show: Callable[[list[Event]], None]) -> RunView:
+def _read(run: RunDir, reader: EventReader, show: Callable[[list[Event]], None]) -> RunView:
     """Show the events until the run has ended; return its last view."""
-    reader = EventReader(RunDir(run).event_logs)
-    follower = RunFollower([run], read_s=READ_S, warn=options.print_message)
+    from hpc_elastic.launcher.follow import READ_S, RunFollower
+
+    follower = RunFollower([run.path], read_s=READ_S, warn=options.print_message)
     while True:
         (view,) = follower.poll()  # before the events, so that none is missed
         began = time.monotonic()
@@ -138,6 +153,10 @@ class TimelinePrinter:
 
     def print(self, events: list[Event], now: float) -> None:
         """Print the new entries that will not change any more."""
+        from hpc_elastic.report.attempts import EventIndex
+        from hpc_elastic.report.sentences import day_of, lines, sentence
+        from hpc_elastic.report.timeline import build_timeline
+
         found = build_timeline(EventIndex(events, self._points()))
         settled = list(takewhile(lambda entry: now - _over_at(entry) >= _SETTLED_S, found))
         self.has_unprinted = len(settled) < len(found)

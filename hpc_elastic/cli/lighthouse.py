@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
 from contextlib import suppress
 
 import click
 
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.ft.coordination import LighthouseOptions, open_port, serve
 
 _PORT = 29510
 
@@ -38,17 +35,24 @@ def lighthouse_command(bind: str | None, **options: int) -> int:
 
     They find its address in TORCHFT_LIGHTHOUSE. It can be killed and started again at any time.
     """
+    import asyncio
+
     with suppress(asyncio.CancelledError):  # SIGINT or SIGTERM
-        asyncio.run(_serve(bind, LighthouseOptions(**options)))
+        asyncio.run(_serve(bind, options))
     return 0
 
 
-async def _serve(bind: str | None, options: LighthouseOptions) -> None:
+async def _serve(bind: str | None, options: dict[str, int]) -> None:
+    import asyncio
+    import signal
+
+    from hpc_elastic.ft.coordination import LighthouseOptions, open_port, serve
+
     try:
         listener, address = open_port(bind, _PORT)
     except OSError as e:
         raise HpcElasticError(f"--bind {bind or _PORT}: {e}") from e
-    serving = asyncio.create_task(serve(listener, options))
+    serving = asyncio.create_task(serve(listener, LighthouseOptions(**options)))
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
     print(f"A lighthouse for TORCHFT_LIGHTHOUSE={address}", flush=True)

@@ -20,19 +20,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from hpc_elastic._util import cleaned
 from hpc_elastic.cli import options
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.launcher.follow import READ_S, RunFollower
-from hpc_elastic.report import log_files
-from hpc_elastic.report.log_files import LogLine, LogSource
-from hpc_elastic.report.run_view import RunView, read_view
-from hpc_elastic.run.directory import RunDir
-from hpc_elastic.shared_files import is_there
 from hpc_elastic.slurm.nodelist import expand, expand_indices
+
+if TYPE_CHECKING:
+    from hpc_elastic.report import log_files
+    from hpc_elastic.report.log_files import LogLine, LogSource
+    from hpc_elastic.report.run_view import RunView
+    from hpc_elastic.run.directory import RunDir
 
 _FIRST_LINES = 10
 """Lines that --follow begins with, as ``tail -f``."""
@@ -160,6 +161,9 @@ def logs_command(
 
     The exit code is 1 if there is no output; with --follow, if the run has not succeeded.
     """
+    from hpc_elastic.report import log_files
+    from hpc_elastic.run.directory import RunDir
+
     selection = log_files.Selection(ranks, nodes, attempt, round_, agents)
     if follow and tail is None and since is None:
         tail = _FIRST_LINES
@@ -194,6 +198,9 @@ class _Output:
 
 def _print_output(run: RunDir, query: Query, out: _Output) -> int:
     """Print the output of a run; return 0, or 1 if it has not succeeded (follow)."""
+    from hpc_elastic.report import log_files
+    from hpc_elastic.report.run_view import read_view
+
     discovery = log_files.Discovery(run)
     if query.follow:
         return options.print_end(_follow(run, query, out, discovery))
@@ -217,6 +224,8 @@ def _print_output(run: RunDir, query: Query, out: _Output) -> int:
 
 def _so_far(chosen: Sequence[LogSource], query: Query, until: dict[Path, int]) -> Iterator[LogLine]:
     """Yield the lines of files, each up to a byte."""
+    from hpc_elastic.report import log_files
+
     since = query.since
     if query.tail is not None:
         yield from log_files.tail(chosen, query.tail, query.keep, since=since, until=until)
@@ -232,6 +241,11 @@ def _so_far(chosen: Sequence[LogSource], query: Query, until: dict[Path, int]) -
 
 def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discovery) -> RunView:
     """Print the present output and what is added, until the run has ended; return its view."""
+    from hpc_elastic.launcher.follow import READ_S, RunFollower
+    from hpc_elastic.report import log_files
+    from hpc_elastic.report.run_view import read_view
+    from hpc_elastic.shared_files import is_there
+
     end = RunFollower([run.path], read_s=READ_S, warn=options.print_message)
     ended, ended_at = None, 0.0
     follower = log_files.Follower(discovery, query.selection, query.keep)

@@ -7,20 +7,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpc_elastic.cli import options
 from hpc_elastic.errors import HpcElasticError, RunDirectoryError, SlurmError, near_miss
-from hpc_elastic.launcher.run_handle import COMMANDS, read_result_status
-from hpc_elastic.run import ownership
-from hpc_elastic.run.directory import RunDir, RunSpec
-from hpc_elastic.run.events import Event, EventLog, EventReader
-from hpc_elastic.run.registry import user
-from hpc_elastic.shared_files import make_folder, read_json, write_atomic
 from hpc_elastic.slurm.job_state import LAUNCHER_ENDED, Phase, TaskState
-from hpc_elastic.slurm.scheduler import Scheduler, require_killable, take_snapshot
+
+if TYPE_CHECKING:
+    from hpc_elastic.run.directory import RunDir, RunSpec
+    from hpc_elastic.run.events import Event
 
 _POLL_S = 0.5
 
@@ -49,6 +46,10 @@ class NamedNode:
 
     def write_event(self, kind: str, **fields: Any) -> None:
         """Write the event that a user takes this node; RunDirectoryError in another user's run."""
+        from hpc_elastic.launcher.run_handle import COMMANDS
+        from hpc_elastic.run.events import EventLog
+        from hpc_elastic.run.registry import user
+
         log = self.run.events(COMMANDS)
         try:
             with log.open("a"):
@@ -66,6 +67,10 @@ def find_node(run: Path, name: str) -> NamedNode:
 
     The domain of the name may be left out. The error of a node that is not there lists the others.
     """
+    from hpc_elastic.launcher.run_handle import read_result_status
+    from hpc_elastic.run import ownership
+    from hpc_elastic.run.directory import RunDir
+
     files = RunDir(run)
     spec = ownership.load_own(files, files.notices, files.event_logs)
     result, mark = read_result_status(files), files.cancellation()
@@ -103,6 +108,8 @@ def find_node(run: Path, name: str) -> NamedNode:
 
 def _states(spec: RunSpec) -> dict[str, TaskState]:
     """Return the run's tasks, the nodes of a co-allocated job one by one."""
+    from hpc_elastic.slurm.scheduler import take_snapshot
+
     queue = take_snapshot([spec])
     states = queue.tasks_of(spec)
     if states is None:
@@ -138,6 +145,9 @@ class NodeName(click.ParamType):  # type: ignore[type-arg]  # generic since clic
     ) -> list[click.shell_completion.CompletionItem]:
         """Return the nodes of the group that begin with `incomplete`."""
         from click.shell_completion import CompletionItem
+
+        from hpc_elastic.run.directory import RunDir
+        from hpc_elastic.shared_files import read_json
 
         try:
             status = read_json(RunDir(options.find_run(str(ctx.params["run"]))).status) or {}
@@ -195,6 +205,8 @@ def kill_command(run: Path, node: str, wait_s: float | None, as_json: bool) -> i
 
 def kill(node: NamedNode, wait_s: float, as_json: bool) -> int:
     """Kill a node's processes, wait, and print the outcome; return 0 if they have ended, else 1."""
+    from hpc_elastic.slurm.scheduler import Scheduler, require_killable
+
     require_killable(node.task)
     scheduler = Scheduler(node.run, node.spec)
     scheduler.require_own_jobs([node.task])
@@ -286,12 +298,16 @@ def preempt_command(
     The command returns when the node has left. The exit code is 1 if it has not left in time; a
     notice that no leader has read by then is withdrawn. A run that has ended is refused.
     """
+    from hpc_elastic.run.events import EventReader
+    from hpc_elastic.shared_files import make_folder, write_atomic
+
     found = find_node(run, node)
     grace_s = min(t.preempt_grace_s for t in found.spec.terms) if grace_s is None else grace_s
     wait_s = grace_s + _MARGIN_S if wait_s is None else wait_s
     if not as_json:
         print(f"preempting {found}: it has {grace_s:g} s to save and leave", flush=True)
-    log, since = EventReader(found.run.event_logs), list[Event]()
+    since: list[Event] = []
+    log = EventReader(found.run.event_logs)
     log.skip()
 
     def exits() -> list[Event]:

@@ -12,6 +12,7 @@ import pytest
 
 import hpc_elastic
 from arrays import GONE, run_of, write_table
+from helps import command_names
 from hpc_elastic.cli.main import main
 from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings
 from hpc_elastic.errors import (
@@ -64,17 +65,51 @@ def no_slurm(tmp_path):
     return {"PATH": str(tmp_path / "empty")}
 
 
-@pytest.mark.parametrize(
-    "module", ["hpc_elastic", "hpc_elastic.cli.main", "hpc_elastic.cli.submit"]
-)
-def test_the_command_imports_neither_torch_nor_hydra(module, tmp_path):
+HELPS = """
+import os, sys
+from hpc_elastic.cli.main import main
+for name in sys.argv[1:]:
+    if os.fork() == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        main([*name.split(), "--help"])
+        print(name, *sys.modules, sep=",", file=sys.stderr, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+BASE = {
+    "hpc_elastic", "hpc_elastic._util", "hpc_elastic.errors", "hpc_elastic.cli",
+    "hpc_elastic.cli.main", "hpc_elastic.cli.options",
+}  # fmt: skip
+MORE = {
+    "run": {"cli.submit", "config", "config.schema"},
+    **{name: {"_console", "report", "rich", "run", "run.task_name"} for name in ("status", "list")},
+    **{f"node {name}": {"slurm", "slurm.job_state"} for name in ("kill", "preempt")},
+    "logs": {"slurm", "slurm.nodelist"},
+    "init": {
+        "run", "run.task_name", "shared_files", "slurm", "slurm.client", "slurm.environment",
+        "slurm.job_state", "slurm.nodelist", "slurm.parsing",
+    },
+}  # fmt: skip
+"""Modules of ours, and Rich, that the help of a command needs beside its own."""
+HEAVY = {
+    "asyncio", "hydra", "importlib.metadata", "jinja2", "numpy", "omegaconf", "psutil", "rich",
+    "socket", "submitit", "torch", "yaml",
+}  # fmt: skip
+
+
+def test_the_help_of_a_command_imports_what_it_shows(tmp_path):
     """A login node answers at once; what a command needs is imported when it runs."""
-    args = ["--help"] if module == "hpc_elastic" else []
-    done = python("-X", "importtime", "-m", module, *args, cwd=tmp_path)
-    names = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert done.returncode == 0
-    assert "hpc_elastic" in names
-    assert not names & {"torch", "hydra", "omegaconf", "submitit", "rich", "jinja2"}
+    names = list(command_names())
+    done = python("-c", HELPS, "", *names, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split(",") for line in done.stderr.splitlines()]
+    assert [name for name, *_ in lines] == ["", *names]
+    for name, *modules in lines:
+        ours = {module for module in modules if module.startswith("hpc_elastic")}
+        more = {f"hpc_elastic.{module}" for module in MORE.get(name, set()) - {"rich"}}
+        own = {module for module in ours if module.startswith("hpc_elastic.cli.")} - BASE - more
+        assert ours == BASE | more | own and len(own) == bool(name), name
+        assert not (HEAVY - (MORE.get(name, set()) & {"rich"})) & set(modules), name
 
 
 def test_submission_imports_no_torch(script, tmp_path, no_slurm):
@@ -452,7 +487,7 @@ def test_an_error_has_a_code_and_a_remedy_as_json(error, code, key, remedy, monk
     def fail():
         raise error
 
-    monkeypatch.setattr("hpc_elastic.cli.status.registry.newest_first", fail)
+    monkeypatch.setattr(registry, "newest_first", fail)
     assert main(["list", "--json"]) == 1
     out, err = capsys.readouterr()
     (told,) = json.loads(out).values()

@@ -6,18 +6,17 @@
 `ABOUT` says what is measured. What is submitted stays on the disk until all is measured: for
 minutes ext4 avoids the places of files that were deleted, and looks for others whenever one is
 made. So let the machine rest before, too.
-
-The rest of the whole command is not the launcher's: interpreter, imports, and Hydra's sweeper,
-which composes every config before it calls the launcher (about 0.06 s each).
 """
 
 import importlib.util
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from evidence.result import About, Cell, Column, Peer, Result, Table, Target, fi
 from evidence.sandbox import sandbox_of
 from evidence.show import options, present
 
+from hpc_elastic.cli import main as cli
 from slurm_sandbox import SandboxConfig, SlurmSandbox
 
 TARGET_ABOVE_BARE_S = 1.5
@@ -94,6 +94,21 @@ def main(cfg):
 if __name__ == "__main__":
     main()
 """
+
+
+OTHER = """
+import sys
+from pathlib import Path
+import hydra, hydra_plugins
+
+if sys.argv.pop() == "without":
+    paths = hydra_plugins.__path__
+    hydra_plugins.__path__ = [p for p in paths if not Path(p, "hpc_elastic_launcher").exists()]
+
+hydra.main(version_base=None)(lambda cfg: None)()
+"""
+"""A Hydra script that does not use the package, with its plugin or without."""
+MOST_OF_PLUGIN_MS, MOST_OF_HELP_MS = 15.0, 150.0
 
 
 @dataclass(frozen=True)
@@ -166,7 +181,30 @@ def empty_queue(sandbox: SlurmSandbox) -> None:
         time.sleep(0.5)
 
 
-def result(timings: dict[str, list[Timing]], title: str, repeats: int) -> Result:
+def idle_costs(repeats: int) -> dict[str, list[float]]:
+    """Return milliseconds of CPU of commands that submit nothing, measured in turn."""
+    helps = [name for section in cli._SECTIONS.values() for name in section]
+    script, ours = [sys.executable, "-c", OTHER], [sys.executable, "-m", "hpc_elastic"]
+    argvs = {
+        "Hydra, without the plugin": [*script, "without"],
+        "Hydra, with the plugin": [*script, "with"],
+        "python -c 'import click'": [sys.executable, "-c", "import click"],
+        **{f"{name} --help": [*ours, name, "--help"] for name in helps},
+    }
+    found: dict[str, list[float]] = {name: [] for name in argvs}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in list(argvs) * (1 + 5 * repeats):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run(argvs[name], cwd=folder, stdout=subprocess.DEVNULL, check=True)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            found[name].append(1e3 * cpu_s)
+    return {name: values[1:] for name, values in found.items()}  # the first writes byte code
+
+
+def result(
+    timings: dict[str, list[Timing]], idle: dict[str, list[float]], title: str, repeats: int
+) -> Result:
     """Return both times beside the floor, which comes first, and hold ours against the target."""
     floor_s = statistics.median(t.total_s for t in next(iter(timings.values())))
     columns = (
@@ -183,17 +221,28 @@ def result(timings: dict[str, list[Timing]], title: str, repeats: int) -> Result
     why = "" if version else "not installed: pip install -c constraints.txt -e '.[bench]'"
     return Result(
         about=ABOUT,
-        tables=(Table(title, columns, rows),),
-        targets=tuple(
+        tables=(
+            Table(title, columns, rows),
+            Table("CPU of a process that submits nothing", (Column(""), Column("ms", ".0f")),
+                  tuple((name, figure(values)) for name, values in idle.items())),
+        ),
+        targets=(*(
             Target(
                 f"{what}, above bare sbatch", TARGET_ABOVE_BARE_S,
                 statistics.median(seconds) - floor_s, "s",
             )
             for what, seconds in measured.items()
-        ),
+        ), *idle_targets(idle)),
         peers=(Peer(PEER, version, why), Peer("submitit", package_version("submitit"))),
         repeats=repeats,
     )  # fmt: skip
+
+
+def idle_targets(idle: dict[str, list[float]]) -> Iterator[Target]:
+    without, with_, _, *helps = map(statistics.median, idle.values())
+    what = "the plugin in a Hydra script that does not use it, CPU"
+    yield Target(what, MOST_OF_PLUGIN_MS, with_ - without, "ms")
+    yield Target("the slowest --help of a command, CPU", MOST_OF_HELP_MS, max(helps), "ms")
 
 
 def _cells(rounds: list[Timing], floor_s: float) -> list[Cell]:
@@ -217,7 +266,7 @@ def main() -> None:
                 folder = Path(tempfile.mkdtemp(dir=kept))
                 timings[contestant.name].append(submit(contestant, sandbox, folder))
     title = f"{given.runs} runs x {given.nodes} nodes"
-    present(result(timings, title, given.repeats), given)
+    present(result(timings, idle_costs(given.repeats), title, given.repeats), given)
 
 
 if __name__ == "__main__":

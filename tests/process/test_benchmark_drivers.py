@@ -135,8 +135,10 @@ def test_submission_is_told_above_the_floor():
         "bare sbatch --array": [submit.Timing(0.5, None)],
         submit.OURS: [submit.Timing(2.0, 1.0), submit.Timing(4.0, 2.0)],
     }
-    made = submit.result(timings, "", 2)
-    assert [t.value for t in made.targets] == [1.0, 2.5]
+    helps = {"status --help": [90.0], "run --help": [100.0, 120.0, 99.0]}
+    idle = {"without": [300.0, 320.0], "with": [315.0], "click": [40.0], **helps}
+    made = submit.result(timings, idle, "", 2)
+    assert [t.value for t in made.targets] == [1.0, 2.5, 5.0, 100.0]
     bare, ours = made.tables[0].rows
     assert bare[2] == "" and ours[3] == Figure(2.5, 2.5, 2.5, 1)
     assert made.tables[0].texts()[1][3] == "+2.50"

@@ -7,6 +7,7 @@ of commands with their summaries, and imports none of them.
 from __future__ import annotations
 
 import difflib
+import gc
 import json
 import os
 import sys
@@ -104,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a question mark for what LC_ALL=C cannot encode
             stream.reconfigure(errors="replace")
+    gc.set_threshold(100_000, 50, 100)  # a long run is a million values, which all stay
     with cleaned_output():
         return _run(argv)
 

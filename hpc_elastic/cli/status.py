@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import time
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -599,10 +600,12 @@ def sparkline(
     if end <= begin or top <= 0:
         return ""
     step, blocks = (end - begin) / width, ""
+    times = [at for at, _ in changes]
     for i in range(width):
         left, right, total = begin + i * step, begin + (i + 1) * step, 0.0
-        ends = [at for at, _ in changes[1:]] + [right]
-        for (at, value), until in zip(changes, ends, strict=True):
+        first, last = max(0, bisect_right(times, left) - 1), bisect_left(times, right)
+        ends = [*times[first + 1 : last], right]
+        for (at, value), until in zip(changes[first:last], ends, strict=False):
             total += value * max(0.0, min(right, until) - max(left, at))
         share = total / step / top
         block = BLOCKS[min(len(BLOCKS) - 1, max(0, round(share * len(BLOCKS)) - 1))]

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Any
 
 from hpc_elastic.report.progress_log import Point
@@ -25,6 +26,9 @@ from hpc_elastic.run.events import Event
 _EXITS = ("task_exited", "agent_failed", "nodes_requeued")
 """Events by which an attempt reports its own end."""
 _ENDS = (*_EXITS, "agent_killed", "node_lost", "replica_left")
+_BOUNDS = ("round", "round_stopped", "leader", "nodes_requeued", "end")
+"""Events at which a round begins or is over."""
+_TIME = itemgetter("time")
 
 
 @dataclass(eq=False)
@@ -60,10 +64,14 @@ class TaskAttempt:
 
     def add(self, event: Event) -> None:
         """Add an event that concerns it."""
-        kind, time = event["kind"], float(event["time"])
+        kind, time = event["kind"], time_of(event)
         self.host = self.host or str(event.get("host") or "")
         self.last = max(self.last, time)
-        if kind == "task" and self.started is None:
+        if kind == "workers_stopped":
+            self.stopped[event["round"]] = event
+        elif kind == "first_step":
+            self.first_steps[event["round"]] = event
+        elif kind == "task" and self.started is None:
             made = event.get("started")
             self.started, self.begin = time, time if made is None else min(time, float(made))
         elif kind == "joined":
@@ -71,10 +79,6 @@ class TaskAttempt:
         elif kind == "preemption_notice":
             if self.notice is None or _rank(event) > _rank(self.notice):
                 self.notice = event
-        elif kind == "workers_stopped":
-            self.stopped[int(event["round"])] = event
-        elif kind == "first_step":
-            self.first_steps[int(event["round"])] = event
         elif kind in _ENDS and not _is_of_many(event):
             self.ends[kind].append(event)
         if kind == "node_lost":
@@ -100,7 +104,7 @@ def time_of(event: Event) -> float:
 
 def _first(events: Sequence[Event], after: float) -> Event | None:
     """Return the first of some events, in order of time, after a time."""
-    at = bisect_right(events, after, key=time_of)
+    at = bisect_right(events, after, key=_TIME)
     return events[at] if at < len(events) else None
 
 
@@ -141,12 +145,13 @@ class EventIndex:
 
     def __init__(self, events: Iterable[Event], points: Iterable[Point] = ()) -> None:
         self._points = points
-        self.events: Sequence[Event] = sorted(events, key=time_of)
+        self.events: Sequence[Event] = sorted(events, key=_TIME)
         self._attempts: dict[str, dict[int, TaskAttempt]] = defaultdict(dict)
         self._by_kind: dict[str, list[Event]] = defaultdict(list)
         for event in self.events:
-            self._by_kind[event["kind"]].append(event)
-            if event["kind"] == "preempt":
+            kind = event["kind"]
+            self._by_kind[kind].append(event)
+            if kind == "preempt":
                 if of_task := self._attempts[event["node_task"]]:
                     of_task[next(reversed(of_task))].preempted_by = str(event["user"])
             elif "attempt" in event:
@@ -162,7 +167,10 @@ class EventIndex:
         found: dict[int, Round] = {}
         over = math.inf
         for event in reversed(self.events):
-            kind, time = event["kind"], float(event["time"])
+            kind = event["kind"]
+            if kind not in _BOUNDS:
+                continue
+            time = time_of(event)
             if kind == "round":
                 number, members = int(event["number"]), []
                 for member in event["members"]:
@@ -195,7 +203,10 @@ class EventIndex:
 
     def attempt(self, task: str, number: int) -> TaskAttempt:
         """Return an attempt of a task; it is empty if no event mentions it."""
-        return self._attempts[task].setdefault(number, TaskAttempt(task, number))
+        of_task = self._attempts[task]
+        if number not in of_task:
+            of_task[number] = TaskAttempt(task, number)
+        return of_task[number]
 
     @property
     def attempts(self) -> Iterator[TaskAttempt]:
@@ -212,8 +223,8 @@ class EventIndex:
         """Return the events of some kinds in ``(after, until]``, in order of time."""
         found: list[Event] = []
         for events in (self._by_kind.get(kind, []) for kind in kinds):
-            end = bisect_right(events, until, key=time_of)
-            found += events[bisect_right(events, after, hi=end, key=time_of) : end]
+            end = bisect_right(events, until, key=_TIME)
+            found += events[bisect_right(events, after, hi=end, key=_TIME) : end]
         return found if len(kinds) == 1 else sorted(found, key=time_of)
 
     @cached_property
@@ -301,6 +312,8 @@ class EventIndex:
             over = min((t for t in of_all if before.time < t <= after.time), default=math.inf)
             still = set(after.members)
             for member in before.members:
+                if member in still and "replica_left" not in member.ends:
+                    continue
                 ends = member.ends_after(before.time, after.time)
                 left = min([over, *map(time_of, ends.values())])
                 if left < math.inf and (member not in still or "replica_left" in ends):

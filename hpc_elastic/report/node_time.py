@@ -17,15 +17,19 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise, zip_longest
+from operator import attrgetter
 
 from hpc_elastic.report import KINDS
 from hpc_elastic.report.attempts import EventIndex, Round, TaskAttempt, time_of
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.run.events import Event
 
+_BEGIN, _END = attrgetter("begin"), attrgetter("end")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class Interval:
     """A stretch of time.
 
@@ -100,8 +104,8 @@ class Account:
     sizes: tuple[Size, ...] = ()
     counted: bool = False
 
-    @property
-    def seconds(self) -> dict[str, float]:
+    @cached_property
+    def seconds(self) -> Mapping[str, float]:
         """Node-seconds by kind, all of `KINDS`."""
         total = dict.fromkeys(KINDS, 0.0)
         for node in self.nodes:
@@ -175,7 +179,7 @@ class _Held:
 def _attempts(
     history: EventIndex, points: Sequence[Point], *, now: float, running: Collection[str] | None
 ) -> list[_Held]:
-    signs = sorted([*map(time_of, history.events), *(point.time for point in points)])
+    signs = sorted([*(event["time"] for event in history.events), *(p.time for p in points)])
     run_ends = list(map(time_of, history.of("end")))
     resumes = list(map(time_of, history.of("resume")))
     found = []
@@ -234,7 +238,8 @@ class _Trained:
 
 def _rounds(history: EventIndex, now: float) -> list[_Trained]:
     found: list[_Trained] = []
-    made_by = {a: list(a.first_steps.values()) for a in history.attempts}  # in order of time
+    attempts = history.attempts if history.has_replicas else ()
+    made_by = {a: list(a.first_steps.values()) for a in attempts}  # in order of time
     for round_ in history.rounds:
         members, end = frozenset(round_.members), max(round_.time, min(round_.over, now))
         first_steps, going_on = {}, frozenset[TaskAttempt]()
@@ -379,23 +384,24 @@ def _node_time(
 
 def _cut(intervals: Sequence[Interval], begin: float, end: float) -> Iterator[Interval]:
     """Yield the parts of intervals, in order, that lie in a stretch of time."""
-    first = bisect_right(intervals, begin, key=lambda interval: interval.end)
-    for i in map(intervals.__getitem__, range(first, len(intervals))):
+    for at in range(bisect_right(intervals, begin, key=_END), len(intervals)):
+        i = intervals[at]
         if i.begin >= end:
             return
-        yield Interval(max(begin, i.begin), min(end, i.end), i.kind)
+        is_whole = begin <= i.begin and i.end <= end
+        yield i if is_whole else Interval(max(begin, i.begin), min(end, i.end), i.kind)
 
 
 def _waited(begin: float, end: float, trained: Sequence[Interval]) -> Iterator[Interval]:
     """Yield the time of a node outside a round: idle while others train, else rendezvous."""
-    idle = list(_cut(trained, begin, end)) if begin < end else []
-    yield from _under(idle, [Interval(begin, end, "rendezvous")] if begin < end else [])
+    if begin < end:
+        yield from _under(_cut(trained, begin, end), [Interval(begin, end, "rendezvous")])
 
 
 def _joined(intervals: Iterable[Interval]) -> Iterator[Interval]:
     """Yield intervals in order; neighbours of one kind are one."""
     last: Interval | None = None
-    for interval in sorted(intervals, key=lambda i: i.begin):
+    for interval in sorted(intervals, key=_BEGIN):
         if last is not None and last.kind == interval.kind and interval.begin <= last.end + 1e-6:
             last = Interval(last.begin, max(last.end, interval.end), last.kind)
             continue

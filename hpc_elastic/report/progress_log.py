@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
+from hpc_elastic.run.events import decoder
 from hpc_elastic.shared_files import LATEST_TIME, lines_in, parse_json
 
 TRAINING = "training"
@@ -95,15 +96,30 @@ def read_points(file: Path) -> list[Point]:
     with contextlib.suppress(OSError):  # no points if it cannot be read
         for _, line in lines_in(file, unfinished=True, newest=True):
             try:
-                raw = parse_json(line, file)
-                term = int(raw.get("term") or 0)
-                point = Point.of(raw, float(raw["time"]))
+                term, point = _whole(line) or _damaged(line, file)
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 continue
             newest = max(newest, term)
             if (term == newest or not term) and abs(point.time) < LATEST_TIME:
                 found.append(point)
     return sorted(found, key=lambda point: point.time)
+
+
+def _whole(line: bytes) -> tuple[int, Point] | None:
+    """Return term and point of a line whose values have the right types; None for another."""
+    from msgspec import convert
+
+    try:
+        raw = decoder()(line)
+        return convert(raw.get("term") or 0, int), convert(raw, Point)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _damaged(line: bytes, file: Path) -> tuple[int, Point]:
+    """Return term and point of a line in which any value may be unknown."""
+    raw = parse_json(line, file)
+    return int(raw.get("term") or 0), Point.of(raw, float(raw["time"]))
 
 
 @dataclass(frozen=True)
@@ -157,4 +173,5 @@ def _slope(points: Sequence[Point], value: Callable[[Point], int | None]) -> flo
     pairs = zip(known, known[apart:], strict=False)
     slopes = sorted((v - u) / (t - s) for (s, u), (t, v) in pairs if t > s)
     quarter = (len(slopes) - 1) // 4
-    return max(0.0, fmean(slopes[quarter : len(slopes) - quarter])) if slopes else None
+    middle = slopes[quarter : len(slopes) - quarter]
+    return max(0.0, math.fsum(middle) / len(middle)) if middle else None

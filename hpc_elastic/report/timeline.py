@@ -177,8 +177,10 @@ _FACTS: dict[str, tuple[str, ...]] = {
 
 def _asides(run: EventIndex) -> Iterator[TimelineEntry]:
     for event in run.events:
-        kind, time = event["kind"], time_of(event)
-        facts: dict[str, Any]
+        kind = event["kind"]
+        if kind not in _FACTS and kind not in ("scale_up_decision", "tasks_restarted"):
+            continue
+        time, facts = time_of(event), dict[str, Any]()
         if kind == "scale_up_decision" and event.get("admit") == "not now":
             kind = "parked"
             facts = {"hosts": [run.host_at(task, time) for task in event.get("waiting", ())]}
@@ -187,8 +189,8 @@ def _asides(run: EventIndex) -> Iterator[TimelineEntry]:
             hosts = [run.host_at(task, time) for task in tasks]
             avoids = [str(host) for host in event.get("avoids", ())]
             facts = {"tasks": tasks, "hosts": hosts, "avoids": avoids}
-        elif kind not in _FACTS or (kind == "nodes_requeued" and "nodes" not in event):
-            continue  # among others a node's own requeue
+        elif kind == "scale_up_decision" or (kind == "nodes_requeued" and "nodes" not in event):
+            continue  # a node's own requeue
         else:
             exclusion = run.excluded.get(str(event.get("host")))
             if kind == "host_failure" and exclusion and time_of(exclusion) - time < 1.0:

@@ -6,7 +6,8 @@ that runs write no other events, and that the page is up to date.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
@@ -341,8 +342,18 @@ def valid_events(events: Iterable[Event]) -> list[Event]:
 
     Fields and kinds that a newer version has added do not matter: readers ignore them.
     """
-    kinds = [(event, KINDS.get(str(event.get("kind")))) for event in events]
-    return [event for event, kind in kinds if not (kind and any(_wrong(event, kind.fields)))]
+    from msgspec import convert
+
+    found, structs = [], _structs()
+    for event in events:
+        struct = structs.get(str(event.get("kind")))
+        try:
+            if struct is not None:
+                convert(event, struct)
+        except ValueError:
+            continue
+        found.append(event)
+    return found
 
 
 def problems(event: Mapping[str, Any]) -> list[str]:
@@ -360,41 +371,41 @@ def problems(event: Mapping[str, Any]) -> list[str]:
 
 
 def _wrong(event: Mapping[str, Any], fields: Iterable[Field]) -> Iterator[str]:
+    from msgspec import convert
+
     for field in fields:
         value = event.get(field.name)
-        if value is None:
-            if not field.optional:
+        try:
+            if value is not None:
+                convert(value, _types()[field.type])
+            elif not field.optional:
                 yield f"{field.name} is missing"
-        elif not _IS[field.type](value):
+        except ValueError:
             yield f"{field.name} is {value!r}, which is no {field.type}"
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+@functools.cache
+def _types() -> dict[Type, Any]:
+    from msgspec import defstruct
+
+    member = {"task": str, "host": str, "attempt": int, "slot": int, "nproc": int}
+    return {
+        "text": str, "integer": int, "number": float, "flag": bool, "texts": list[str],
+        "members": list[defstruct("Member", member.items(), gc=False)],  # type: ignore[misc]
+        "ranks": list[defstruct("Rank", [("rank", int)], gc=False)],  # type: ignore[misc]
+    }  # fmt: skip
 
 
-def _is_member(value: object) -> bool:
-    return (
-        isinstance(value, dict)
-        and all(isinstance(value.get(key), str) for key in ("task", "host"))
-        and all(_is_integer(value.get(key)) for key in ("attempt", "slot", "nproc"))
-    )
+@functools.cache
+def _structs() -> dict[str, type[Any]]:
+    """Return a type for the fields of each kind of event."""
+    from msgspec import defstruct
 
-
-def _is_rank(value: object) -> bool:
-    return isinstance(value, dict) and _is_integer(value.get("rank"))
-
-
-def _list_of(is_item: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, list) and all(map(is_item, value))
-
-
-_IS: dict[Type, Callable[[object], bool]] = {
-    "text": lambda value: isinstance(value, str),
-    "integer": _is_integer,
-    "number": lambda value: isinstance(value, float) or _is_integer(value),
-    "flag": lambda value: isinstance(value, bool),
-    "texts": _list_of(lambda item: isinstance(item, str)),
-    "members": _list_of(_is_member),
-    "ranks": _list_of(_is_rank),
-}
+    types = _types()
+    return {
+        kind.name: defstruct(kind.name, [
+            (f.name, types[f.type] | None, None) if f.optional else (f.name, types[f.type])
+            for f in kind.fields
+        ], kw_only=True, gc=False)
+        for kind in KINDS.values()
+    }  # fmt: skip

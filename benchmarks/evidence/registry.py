@@ -83,6 +83,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
               (TORCHFT,)),
     Benchmark("islands", "islands.py", "--repeats 3", "--repeats 1 --seconds 10 --every-s 5", 12),
     Benchmark("operate", "operate.py", "--repeats 5", "--repeats 1 --faults 20", 5),
+    Benchmark("scale", "scale.py", "--repeats 3", "--repeats 1 --rows runs", 8),
     Benchmark("scheduler-load", "scheduler_load.py", "--sizes 16,32", "--sizes 4 --runs 20 --quick",
               30, SANDBOX, repeats=False),
     Benchmark("kernel-nfs", "kernel_nfs.py", "", "--only primitives --mounts vers=4.2", 60,

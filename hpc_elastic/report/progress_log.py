@@ -24,7 +24,7 @@ _LARGEST = 1e300
 """No value is as large; an integer beyond it is no float."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Point:
     """The group at one moment, as its leader wrote it; None for unknown values.
 
@@ -96,7 +96,7 @@ def read_points(file: Path) -> list[Point]:
     with contextlib.suppress(OSError):  # no points if it cannot be read
         for _, line in lines_in(file, unfinished=True, newest=True):
             try:
-                term, point = _whole(line) or _damaged(line, file)
+                term, point = _parsed(line, file)
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 continue
             newest = max(newest, term)
@@ -105,19 +105,13 @@ def read_points(file: Path) -> list[Point]:
     return sorted(found, key=lambda point: point.time)
 
 
-def _whole(line: bytes) -> tuple[int, Point] | None:
-    """Return term and point of a line whose values have the right types; None for another."""
+def _parsed(line: bytes, file: Path) -> tuple[int, Point]:
+    """Return term and point of a line; each value that has another type is unknown."""
     from msgspec import convert
 
-    try:
+    with contextlib.suppress(ValueError, RecursionError):  # not all have their types
         raw = decoder()(line)
         return convert(raw.get("term") or 0, int), convert(raw, Point)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _damaged(line: bytes, file: Path) -> tuple[int, Point]:
-    """Return term and point of a line in which any value may be unknown."""
     raw = parse_json(line, file)
     return int(raw.get("term") or 0), Point.of(raw, float(raw["time"]))
 

@@ -7,7 +7,7 @@ that runs write no other events, and that the page is up to date.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
@@ -358,30 +358,26 @@ def valid_events(events: Iterable[Event]) -> list[Event]:
 
 def problems(event: Mapping[str, Any]) -> list[str]:
     """Return what is wrong with an event, in sentences that name the kind and the field."""
+    from msgspec import convert
+
     name = event.get("kind")
     kind = KINDS.get(str(name))
     if kind is None:
         return [f"{name!r} is no kind of event: describe it in hpc_elastic/run/event_schema.py"]
     fields = {field.name: field for field in (*COMMON, *kind.fields)}
-    found = list(_wrong(event, fields.values()))
-    found += [f"{key} is no field of it" for key in event if key not in fields]
-    if event.get("v") not in (None, VERSION):
-        found.append(f"v is {event['v']!r}, not {VERSION}")
-    return [f"{name}: {problem}" for problem in found]
-
-
-def _wrong(event: Mapping[str, Any], fields: Iterable[Field]) -> Iterator[str]:
-    from msgspec import convert
-
-    for field in fields:
+    found = [f"{key} is no field of it" for key in event if key not in fields]
+    for field in fields.values():
         value = event.get(field.name)
         try:
             if value is not None:
                 convert(value, _types()[field.type])
             elif not field.optional:
-                yield f"{field.name} is missing"
+                found.append(f"{field.name} is missing")
         except ValueError:
-            yield f"{field.name} is {value!r}, which is no {field.type}"
+            found.append(f"{field.name} is {value!r}, which is no {field.type}")
+    if event.get("v") not in (None, VERSION):
+        found.append(f"v is {event['v']!r}, not {VERSION}")
+    return [f"{name}: {problem}" for problem in found]
 
 
 @functools.cache
@@ -401,11 +397,9 @@ def _structs() -> dict[str, type[Any]]:
     """Return a type for the fields of each kind of event."""
     from msgspec import defstruct
 
-    types = _types()
-    return {
-        kind.name: defstruct(kind.name, [
-            (f.name, types[f.type] | None, None) if f.optional else (f.name, types[f.type])
-            for f in kind.fields
-        ], kw_only=True, gc=False)
-        for kind in KINDS.values()
-    }  # fmt: skip
+    def typed(field: Field) -> tuple[Any, ...]:
+        type_ = _types()[field.type]
+        return (field.name, type_ | None, None) if field.optional else (field.name, type_)
+
+    made = ((k.name, [typed(field) for field in k.fields]) for k in KINDS.values())
+    return {name: defstruct(name, fields, kw_only=True, gc=False) for name, fields in made}

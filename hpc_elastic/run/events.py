@@ -200,6 +200,6 @@ def _whole(line: bytes) -> Event | None:
     try:
         event: Event = shared_files.parse_json(line, "the event", decoder())
         named = isinstance(event["kind"], str) and isinstance(event["task"], str)
-        return event if named and 0.0 <= float(event["time"]) <= shared_files.LATEST_TIME else None
+        return event if named and 0.0 <= event["time"] <= shared_files.LATEST_TIME else None
     except (ValueError, KeyError, TypeError):
         return None

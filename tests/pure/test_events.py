@@ -63,6 +63,17 @@ def test_what_an_attempt_left_half_written_costs_one_event(tmp_path):
     assert [e["kind"] for e in read_events(tmp_path)] == ["a", "b", "c"]
 
 
+def test_a_byte_that_is_no_utf_8_costs_no_event(tmp_path):
+    """A file's name in an error may have one; a time that is text, or is too large, is damage."""
+    log = EventLog(tmp_path / "7_0.jsonl", "7_0")
+    log.write("restart", failure="no file \udcff, \U0001f600")
+    for time in ('"1"', "1e400", "9" * 30, "true, []"):
+        with log.path.open("a") as f:
+            print(f'{{"v": 1, "time": {time}, "kind": "k\\udcff", "task": "7_0"}}', file=f)
+    (event,) = read_events(tmp_path)
+    assert event["failure"] == "no file \udcff, \U0001f600"
+
+
 @pytest.fixture
 def longest_file():
     """Limits how long a file may become: what is written beyond is taken in part, then refused."""

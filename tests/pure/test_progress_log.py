@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict
 
 import pytest
 
@@ -34,9 +35,9 @@ def test_lines_come_back_in_order_of_time(tmp_path):
 def test_what_a_leader_writes_is_what_is_read(tmp_path):
     """All fields that a point has."""
     point = Point(1.5, "waiting", 3, 2, 4, 7, 10, 70, 0.5, 1.0, 6, 2.0, 20.0, 0.8, 0.4, {"lr": 2})
-    invalid = {**vars(point), "time": 2, "metrics": {"a": "x", "b": math.nan, "lr": 1}}
+    invalid = {**asdict(point), "time": 2, "metrics": {"a": "x", "b": math.nan, "lr": 1}}
     others = [{**invalid, "time": 3, "metrics": [1]}]
-    lines = map(json.dumps, (vars(point), invalid, *others))
+    lines = map(json.dumps, (asdict(point), invalid, *others))
     (tmp_path / "progress.jsonl").write_text("\n".join(lines))
     first, *rest = read_points(tmp_path / "progress.jsonl")
     assert first == point and [p.metrics for p in rest] == [{"lr": 1}, {}]
@@ -45,7 +46,7 @@ def test_what_a_leader_writes_is_what_is_read(tmp_path):
 def test_a_steady_pace_and_when_it_is_done():
     """Steps, samples, and what is left of them."""
     points = steady(20, total_steps=290)
-    points = [Point(**{**vars(p), "samples": 32 * p.step}) for p in points]
+    points = [Point(**{**asdict(p), "samples": 32 * p.step}) for p in points]
     assert rates(points) == Rates(2.0, 64.0, pytest.approx(50.0))
 
 

@@ -460,7 +460,7 @@ def run(tmp_path) -> RunDir:
     (files.hydra / "overrides.yaml").write_text(json.dumps(overrides))
     lines = [*map(json.dumps, LOST), '{"v": 1, "time": 3.0, "kind": "round", "task": "7_0"}']
     files.events("7_0").write_text("\n".join(lines) + '\n{"v": 1, "ti')
-    progress = [vars(point) for point in POINTS]
+    progress = [asdict(point) for point in POINTS]
     files.progress.write_text("".join(f"{json.dumps(p)}\n" for p in progress) + '{"time": 3')
     return files
 

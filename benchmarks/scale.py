@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""How does what a command costs grow with runs, events, nodes and days?
+
+    python benchmarks/scale.py --rows events,runs
+
+`ABOUT` says what is measured. The runs are made up by `operate/big_run.py`.
+"""
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import pairwise
+from math import log
+from pathlib import Path
+
+from evidence.result import About, Cell, Column, Figure, Result, Table, Target, figure
+from evidence.show import among, options, present
+from operate import big_run
+from operate.big_run import Plan
+
+ABOUT = About(
+    title="What grows",
+    measured="The CPU time and the memory of commands, each a process of its own, over three sizes "
+    "of a row, all in turns. The exponent is that by which the differences between them grow, so "
+    "that what each start costs does not matter.",
+    does_not_show=(
+        "A shared file system: all files are on a local disk, in the page cache.",
+        "The run is made up: its rounds are alike, and it has no output files.",
+    ),
+)
+MOST = 1.05
+"""Largest exponent."""
+FLOORS = 0.05, 16.0
+"""Seconds, and MB: a difference between two sizes that is smaller counts as this."""
+_READERS = (("events",), ("status",), ("report", "--format", "json", "-o", "-"))
+_LIST = ("list", "--all")
+
+Make = Callable[[Path], Path]
+"""Writes what a command reads into a folder; returns its RUN."""
+
+
+def _run(plan: Plan, folder: Path) -> Path:
+    big_run.write(folder, plan, time.time(), output=False)
+    return folder / "run"
+
+
+def _runs(num: int, folder: Path) -> Path:
+    for number in range(num):
+        big_run.write(folder / str(number), Plan(1, 0.001, 0), time.time(), output=False)
+    return folder
+
+
+ROWS: dict[str, tuple[Sequence[tuple[str, ...]], dict[int, Make]]] = {
+    "events": (_READERS, {
+        12_201: partial(_run, Plan(16, 3.0, 200)), 40_146: partial(_run, Plan(16, 10.0, 660)),
+        121_551: partial(_run, Plan(16, 30.0, 2000)),
+    }),
+    "nodes": (_READERS, {n: partial(_run, Plan(n, 3.0, 200)) for n in (16, 64, 256)}),
+    "days": (_READERS, {n: partial(_run, Plan(16, n, 200)) for n in (3, 10, 30)}),
+    "runs": ((_LIST,), {n: partial(_runs, n) for n in (100, 300, 1000)}),
+}  # fmt: skip
+"""Row -> the commands that read it, and what makes each of its sizes."""
+
+
+def main() -> None:
+    parser = options(__doc__, repeats=3)
+    parser.add_argument("--rows", type=among(ROWS), default=list(ROWS), metavar="A,B")
+    given = parser.parse_args()
+    found = [row for name in given.rows for row in _measured(name, given.repeats)]
+    sizes = ("smallest", "middle", "largest")
+    columns = [Column("command"), *(Column(f"{size}: s", ".2f") for size in sizes)]
+    columns += [Column("exponent"), Column("largest: MB"), Column("exponent of memory")]
+    table = Table("CPU time and memory of a command", tuple(columns), tuple(r for r, _ in found))
+    targets = tuple(target for _, target in found)
+    present(Result(ABOUT, (table,), targets, (), repeats=given.repeats), given)
+
+
+def _measured(name: str, repeats: int) -> list[tuple[tuple[Cell, ...], Target]]:
+    """Return a row and its target for each command on the sizes of what grows."""
+    commands, sizes = ROWS[name]
+    found = []
+    with tempfile.TemporaryDirectory(prefix="scale-") as temporary:
+        made: dict[int, tuple[Path, Path]] = {}
+        for size, make in sizes.items():
+            state, folder = Path(temporary, f"state-{size}"), Path(temporary, str(size))
+            os.environ["XDG_STATE_HOME"] = str(state)
+            with ProcessPoolExecutor(1) as other:  # its memory would count as the commands'
+                made[size] = state, other.submit(make, folder).result()
+        for command in commands:
+            taken: dict[int, list[tuple[float, float]]] = {size: [] for size in made}
+            for _ in range(repeats):
+                for size, (state, run) in made.items():
+                    argv = command if command is _LIST else (command[0], str(run), *command[1:])
+                    taken[size].append(cost(argv, state))
+            by_time, by_memory = (
+                exponent(
+                    sizes,
+                    FLOORS[at],
+                    [statistics.median(c[at] for c in taken[size]) for size in sizes],
+                )
+                for at in (0, 1)
+            )
+            seconds = [figure([s for s, _ in taken[size]]) for size in sizes]
+            largest = figure([mb for _, mb in taken[max(sizes)]])
+            label = f"{command[0]}, {name} {', '.join(f'{size:,}' for size in sizes)}"
+            row = (label, *seconds, Figure(by_time), largest, Figure(by_memory))
+            target = Target(f"{label}: larger exponent", MOST, max(by_time, by_memory))
+            found.append((row, target))
+    return found
+
+
+def cost(argv: Sequence[str], state: Path) -> tuple[float, float]:
+    """Return the CPU seconds and the largest memory in MB of a command."""
+    pid = os.posix_spawn(
+        sys.executable, [sys.executable, "-m", "hpc_elastic", *argv],
+        {**os.environ, "XDG_STATE_HOME": str(state)},
+        file_actions=[(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)],
+    )  # fmt: skip
+    _, status, used = os.wait4(pid, 0)
+    if status:
+        raise RuntimeError(f"hpc-elastic {' '.join(argv)} failed")
+    return used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
+
+
+def exponent(sizes: Iterable[float], floor: float, costs: Iterable[float]) -> float:
+    """Return the exponent by which costs grow over three sizes, whatever the start costs."""
+    (n1, n2), (c1, c2) = (
+        (after - before for before, after in pairwise(each)) for each in (sizes, costs)
+    )
+    return log(max(c2, floor) / max(c1, floor)) / log(n2 / n1)
+
+
+if __name__ == "__main__":
+    main()

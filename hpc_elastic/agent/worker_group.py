@@ -35,20 +35,20 @@ class GroupCheck:
     def __init__(self, world_size: int, is_required: bool) -> None:
         self._world_size = world_size
         self._is_required = is_required
-        self._is_done = world_size == 1
+        self.is_done = world_size == 1
 
     def on_step(self, size: int) -> None:
         """Publish the size of torch's process group at an optimizer step, 0 without one.
 
         Raises PermanentError if it is not that of all workers, and that is required.
         """
-        if self._is_done or any(name in sys.modules for name in self._OTHERS):
+        if self.is_done or any(name in sys.modules for name in self._OTHERS):
             return
-        self._is_done = size == self._world_size
+        self.is_done = size == self._world_size
         page = own_page()
         if page is not None:
             page.report_group(size)
-        if self._is_required and not self._is_done:
+        if self._is_required and not self.is_done:
             what = f"a process group of {size}" if size else "no process group"
             raise PermanentError(
                 f"this worker has {what} at its first optimizer step, and the run has "

@@ -214,7 +214,7 @@ def _prepare_torch(
     from hpc_elastic.agent.compile_cache import CompileCache
 
     signals.keep_loaders()
-    steps, kept_groups = itertools.count(1), list[object]()
+    steps, kept_groups = itertools.count(1), list[Any]([None])
     compiled = CompileCache(run)
     compiled.load()
 
@@ -222,15 +222,13 @@ def _prepare_torch(
         step = next(steps)
         reporting.report_counted(step)
         compiled.on_step(step)
-        size = process_group.size()
-        if size is not None:
-            world = dist.group.WORLD
-            if not kept_groups or kept_groups[-1] is not world:
-                if place is not None and not kept_groups and "nccl" in dist.get_backend():
-                    stacks.answer_collectives(*place)
-                kept_groups.append(world)
-        if group is not None:
-            group.on_step(size or 0)
+        world = process_group.world()
+        if world is not None and world is not kept_groups[-1]:
+            if place is not None and len(kept_groups) == 1 and "nccl" in dist.get_backend():
+                stacks.answer_collectives(*place)
+            kept_groups.append(world)
+        if group is not None and not group.is_done:
+            group.on_step(process_group.size() or 0)
 
     optimizer_steps.watch(on_step)
 

@@ -34,7 +34,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +48,7 @@ from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import lines_in, parse_json, read_json
 
 Spans = NDArray[np.int64]
-"""Rows of (step, num_steps, epoch, start, stride, count), as `ledger.Span`."""
+"""Rows of (step, num_steps, epoch, start, stride, size), as `ledger.Span`."""
 
 STEP, NUM_STEPS, EPOCH, START, STRIDE, COUNT = range(6)
 _MOST = 10_000_000
@@ -517,7 +517,7 @@ def _read_file(path: Path) -> tuple[list[tuple[LedgerSegment, Spans]], list[Trai
                 raise ValueError(f"impossible steps: {raw!s:.80}")
             span = Span(*raw)
             stops = (span.step + span.num_steps, span.start + span.num_steps * span.stride)
-            if max(*raw, *stops, span.num_steps * span.count) >= _LARGEST:
+            if max(*raw, *stops, span.num_steps * span.size) >= _LARGEST:
                 raise ValueError(f"impossible steps: {raw!s:.80}")
             if spans and (joined := spans[-1].joined(span)):  # only a flush has separated them
                 spans[-1] = joined
@@ -529,6 +529,5 @@ def _read_file(path: Path) -> tuple[list[tuple[LedgerSegment, Spans]], list[Trai
     except (ValueError, TypeError, LookupError, OverflowError, HpcElasticError) as e:
         raise DamagedFileError(f"{path} is damaged: {e}") from e
     return [
-        (head, np.array([astuple(span) for span in rows], dtype=np.int64).reshape(-1, 6))
-        for head, rows in stretches.values()
+        (head, np.array(rows, dtype=np.int64).reshape(-1, 6)) for head, rows in stretches.values()
     ], ends

@@ -19,7 +19,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,8 +81,7 @@ def hashed(*numbers: int) -> int:
 End = Literal["keep", "drop", "pad"]
 
 
-@dataclass(frozen=True, order=True)
-class SamplePosition:
+class SamplePosition(NamedTuple):
     """A position in the training: samples of the epoch, steps of the run, all ranks together."""
 
     epoch: int = 0
@@ -123,8 +122,10 @@ class EpochPlan:
     def after(self, place: SamplePosition, num_steps: int) -> SamplePosition:
         """Return the position after a number of steps; an epoch's end is still in that epoch."""
         whole = self.batch.global_batch_size
-        left = self.batches_from(place.position)
         epoch, position, ahead = place.epoch, place.position, num_steps
+        if (end := position + ahead * whole) <= self.length:
+            return SamplePosition(epoch, end, place.step + ahead)
+        left = self.batches_from(position)
         if ahead > left:
             epochs, ahead = divmod(ahead - left - 1, self.num_batches)
             epoch, position, ahead = epoch + 1 + epochs, 0, ahead + 1

@@ -54,10 +54,10 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpc_elastic.config.parse import restored
 from hpc_elastic.data.batch import BatchDivision
@@ -155,29 +155,29 @@ def parse_record(raw: dict[str, Any]) -> LedgerSegment | TrainingEnd:
     return record
 
 
-@dataclass(frozen=True)
-class Span:
-    """Steps that follow one rule: step + i takes ``count`` positions from start + i * stride."""
+class Span(NamedTuple):
+    """Steps that follow one rule: step + i takes ``size`` positions from start + i * stride."""
 
     step: int
     num_steps: int
     epoch: int
     start: int
     stride: int
-    count: int
+    size: int
 
     def joined(self, later: Span) -> Span | None:
         """Return both as one; None if the later one does not follow the same rule."""
         stride = self.stride if self.num_steps > 1 else later.start - self.start
         goes_on = (
             later.step == self.step + self.num_steps
-            and (later.epoch, later.count) == (self.epoch, self.count)
+            and (later.epoch, later.size) == (self.epoch, self.size)
             and later.start == self.start + self.num_steps * stride
             and (later.num_steps == 1 or later.stride == stride)
         )
         if not goes_on:
             return None
-        return replace(self, num_steps=self.num_steps + later.num_steps, stride=stride)
+        num_steps = self.num_steps + later.num_steps
+        return Span(self.step, num_steps, self.epoch, self.start, stride, self.size)
 
 
 class Ledger:
@@ -237,7 +237,7 @@ class Ledger:
 
     def _close_span(self) -> None:
         if self._span is not None:
-            line = json.dumps(list(asdict(self._span).values()), separators=(",", ":"))
+            line = json.dumps(self._span, separators=(",", ":"))
             self._buffer += f"{line}\n".encode()
             self._span = None
 
@@ -428,7 +428,7 @@ class LedgerWriter:
                 name=self.name,
                 stretch=name,
                 parent=self._parent,
-                **asdict(place),
+                **place._asdict(),
                 rank=rank,
                 world_size=world_size,
                 facts=plan.facts(),

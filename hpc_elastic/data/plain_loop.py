@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,8 +39,8 @@ from hpc_elastic.worker import optimizer_steps
 
 _loops: list[PlainLoop] = []
 """Those that train and have not ended."""
-_trained = WeakSet[Any]()
-"""The `TrainedModels` of this process."""
+_trained: list[weakref.ref[TrainedModels]] = []
+"""Those of this process."""
 _thread = threading.local()
 """Whether this thread is in a ``backward()`` that has its weight."""
 _PIPELINE = "torch.distributed.pipelining._backward"
@@ -58,7 +59,6 @@ class TrainedModels:
 
     def __init__(self) -> None:
         self._models = WeakSet[Any]()
-        self.is_given = False
         self.has_stepped = False
         self.holds_rest = False
         self.is_in_step = False
@@ -69,8 +69,8 @@ class TrainedModels:
     def add(self, model: Any) -> None:
         """Add a model, and let every ``backward()`` pass here."""
         self._models.add(model)
-        self.is_given = True
-        _trained.add(self)
+        if (mine := weakref.ref(self, _trained.remove)) not in _trained:
+            _trained.append(mine)
         _install()
 
     def before_backward(self) -> None:
@@ -243,7 +243,7 @@ class PlainLoop:
                 )
                 raise InexactError("optimizer.step", type(optimizer).__name__, remedy)
             return
-        self.count_waiting()
+        self._count_open(self._num_waiting)
 
     def _count_open(self, num: int) -> None:
         self._num_open -= num
@@ -292,8 +292,9 @@ def is_beside_another() -> bool:
 def _on_step(optimizer: Any) -> None:
     for loop in list(_loops):
         loop.on_step(optimizer)
-    for models in list(_trained):
-        models.on_step()
+    for each in list(_trained):
+        if (models := each()) is not None:
+            models.on_step()
 
 
 # ---- the weight of a backward()
@@ -328,8 +329,9 @@ def backward(
 ) -> None:
     """Call torch's, with the weight of the present item in a plain loop."""
     given = grad_tensors if grad_variables is None else grad_variables
-    outermost = bool(_loops) and not getattr(_thread, "is_inside", False) and not is_in_backward()
-    if outermost and _reaches_parameters(inputs):
+    before = getattr(_thread, "is_inside", False)
+    outermost = bool(_loops) and not before and not is_in_backward()
+    if outermost and (inputs is None or _reaches_parameters(inputs)):
         weight = _weight(create_graph=create_graph, given=given)
         if weight != 1.0:
             given = _weighted(tensors, given, weight)
@@ -338,7 +340,7 @@ def backward(
     else:
         grad_tensors = given
     # A subclass of Tensor calls this once more, from inside.
-    _thread.is_inside, before = True, getattr(_thread, "is_inside", False)
+    _thread.is_inside = True
     try:
         _of_torch(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
     finally:
@@ -347,7 +349,7 @@ def backward(
 
 def _reaches_parameters(inputs: Any) -> bool:
     """Whether a ``backward(inputs=...)`` makes gradients of parameters, and not of data alone."""
-    if inputs is None or isinstance(inputs, torch.nn.Parameter):
+    if isinstance(inputs, torch.nn.Parameter):
         return True
     if isinstance(inputs, (torch.Tensor, GradientEdge)):
         return False

@@ -41,9 +41,9 @@ import json
 import logging
 import operator
 import sys
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sized
-from dataclasses import asdict, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -391,7 +391,7 @@ class ElasticSampler:
                 self._replicas.in_position = False
             self._ledger.flush_if_due()
         self._items.close_loader(must_have_ended=self._replicas is None)
-        self._place = replace(self._place, epoch=self.epoch + 1, position=0)
+        self._place = SamplePosition(self.epoch + 1, 0, self._place.step)
         self._unstepped.clear()
 
     def _begin_loop(self, loader: Any) -> None:
@@ -536,7 +536,7 @@ class ElasticSampler:
                     what = "another loop has begun" if loop.has_ended else "a state was loaded"
                     raise RuntimeError(f"{what} inside of the loop: begin the loop again")
                 item = self._items.next_item()
-                (part,) = self._plan.batch.micro_batches(size)
+                (part,) = self._items.micro_batches(size)
                 loop.hand_out(place, part.weight)
                 place = self._plan.after(place, 1)
                 self._items.next = self._plan, place
@@ -629,7 +629,7 @@ class ElasticSampler:
             **self._plan.facts(),
             "global_batch": self._plan.batch.global_batch_size,
             **({"virtual_ranks": virtual_ranks} if virtual_ranks else {}),
-            **asdict(place),
+            **place._asdict(),
             "made_by": self._ledger.state_maker(
                 inside=self._items.inside and self._replicas is None
             ),
@@ -675,9 +675,9 @@ class ElasticSampler:
     def _advance(self, num_steps: int) -> None:
         before = self._plan.next_batch(self._place)
         self._place = self._plan.after(before, num_steps)
-        if num_steps == 1:
+        if num_steps == 1 and self._ledger.is_written:
             size = self._plan.size(before.position)
-            offset, count = (0, size) if self._replicas else self._plan.batch.share(size)
+            offset, count = (0, size) if self._replicas else self._items.share(size)
             self._ledger.record_step(before, before.position + offset, count)
 
     def _start_loader(self, loader: Any, plan: EpochPlan, place: SamplePosition) -> None:
@@ -686,7 +686,7 @@ class ElasticSampler:
         rank, _ = plan.batch.group()
         seed = hashed(plan.seed, place.epoch, place.step, rank) >> 1
         before = self._place
-        self._items.open_loader(loader, seed)
+        self._items.open_loader(loader, seed, plan.batch)
         adopted = self._place != before  # from the loader's own state
         self._items.next = plan, self._place if adopted else place
 
@@ -708,7 +708,7 @@ class ElasticSampler:
                 self._start_loader(loader, plan, place)
             if self._replicas is None:
                 self._unstepped.on_begin()
-            return plan.batch.micro_batches(batch.num_samples)
+            return self._items.micro_batches(batch.num_samples)
 
         def on_trained() -> None:
             self._items.next = plan, plan.after(place, 1)
@@ -863,20 +863,14 @@ class MicroBatchDraws:
         self._start(place)
 
     def _start(self, place: SamplePosition) -> None:
-        self.begin = self._done = self._drawn = place
-        self._samples = self._plan.samples(place.epoch)
-        self._queue: deque[tuple[list[int], SamplePosition]] = deque()
+        self.begin = self._done = place
+        self._draws = self._draw_from(place)
 
     def __iter__(self) -> MicroBatchDraws:
         return self
 
     def __next__(self) -> list[int]:
-        if not self._queue:
-            self._draw_block()
-        if not self._queue:
-            raise StopIteration
-        indices, self._done = self._queue.popleft()
-        return indices
+        return next(self._draws)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's state after the last global batch that was drawn completely."""
@@ -886,30 +880,27 @@ class MicroBatchDraws:
         """Draw from the position of the state, or from the sampler's if that is newer."""
         self._start(self._adopt(state))
 
-    def _draw_block(self) -> None:
-        """Draw global batches until there are `_BLOCK` indices."""
-        positions: list[np.ndarray[Any, np.dtype[np.int64]]] = []
-        places: list[SamplePosition] = []
-        seeds: list[int] = []
-        is_seeded = self._plan.batch.virtual_ranks is not None
-        num_drawn = 0
-        while num_drawn < _BLOCK and (size := self._plan.size(self._drawn.position)):
-            first, before = self._drawn.position, self._drawn
-            for part in self._plan.batch.micro_batches(size):
-                begin = first + part.offset
-                positions.append(np.arange(begin, begin + part.num_loaded))
-                places.append(before)
-                if is_seeded:
-                    seeds.append(self._plan.random_seed(before.step + 1, part.offset, "loader"))
-                num_drawn += part.num_loaded
-            self._drawn = places[-1] = SamplePosition(before.epoch, first + size, before.step + 1)
-        if positions:
-            samples = self._samples(np.concatenate(positions))
-            cuts = np.cumsum([len(p) for p in positions])[:-1]
-            indices: Iterable[list[int]] = (part.tolist() for part in np.split(samples, cuts))
-            if is_seeded:
-                indices = itertools.starmap(SeededIndices, zip(indices, seeds, strict=True))
-            self._queue.extend(zip(indices, places, strict=True))
+    def _draw_from(self, place: SamplePosition) -> Iterator[list[int]]:
+        """Yield the indices; about `_BLOCK` of them, of equal batches, are computed together."""
+        plan = self._plan
+        samples, is_seeded = plan.samples(place.epoch), plan.batch.virtual_ranks is not None
+        while size := plan.size(place.position):
+            parts = plan.batch.micro_batches(size)
+            ends = list(itertools.accumulate(part.num_loaded for part in parts))
+            most = -(-_BLOCK // ends[-1])
+            _, num_batches, *_ = next(plan.steps(place, most))
+            of_batch = [np.arange(part.offset, part.offset + part.num_loaded) for part in parts]
+            firsts = place.position + size * np.arange(num_batches)
+            for row in samples(firsts[:, None] + np.concatenate(of_batch)).tolist():
+                after = SamplePosition(place.epoch, place.position + size, place.step + 1)
+                for part, end in zip(parts, ends, strict=True):
+                    self._done = after if end == ends[-1] else place
+                    indices = row[end - part.num_loaded : end]
+                    if is_seeded:
+                        seed = plan.random_seed(after.step, part.offset, "loader")
+                        indices = SeededIndices(indices, seed)
+                    yield indices
+                place = after
 
 
 class LoaderItems:
@@ -925,11 +916,15 @@ class LoaderItems:
         self.inside = False
         self.next: tuple[EpochPlan, SamplePosition] | None = None
         self.draws: MicroBatchDraws | None = None
+        self.micro_batches: Callable[[int], list[MicroBatch]]
+        self.share: Callable[[int], tuple[int, int]]
         self._items: Iterator[Any] = iter(())
         self._checked = False
 
-    def open_loader(self, loader: Any, seed: int) -> None:
-        """Start a loader whose worker processes have this seed."""
+    def open_loader(self, loader: Any, seed: int, batch: BatchDivision) -> None:
+        """Start a loader whose worker processes have this seed; each size is divided once."""
+        self.micro_batches = functools.cache(batch.micro_batches)
+        self.share = functools.cache(batch.share)
         self._items = iter(())  # ends the workers of a loader that ended early
         with self._loader_running(), seeded_torch_generator(seed):
             self._items = iter(loader)
@@ -937,20 +932,26 @@ class LoaderItems:
 
     def next_item(self) -> Any:
         """Return the next item; raise RuntimeError if the loader does not fit the sampler."""
-        place = self.next and self.next[1]
-        with self._loader_running():
-            try:
-                item = next(self._items)
-            except StopIteration:
-                raise RuntimeError(f"the loader ended at {place}: {_ONE_EACH}") from None
-        begin = self.draws.begin if self.draws else None
-        if not self._checked and begin != place:
+        self.inside = True
+        try:
+            item = next(self._items)
+        except StopIteration:
+            place = self.next and self.next[1]
+            raise RuntimeError(f"the loader ended at {place}: {_ONE_EACH}") from None
+        finally:
+            self.inside = False
+        if not self._checked:
+            self._check_begin()
+        return item
+
+    def _check_begin(self) -> None:
+        place, begin = self.next and self.next[1], self.draws.begin if self.draws else None
+        if begin != place:
             raise RuntimeError(
                 f"the loader began at {begin}, the training is at {place}: load the state before "
                 "the loader is started, or its own state is taken"
             )
         self._checked = True
-        return item
 
     def close_loader(self, *, must_have_ended: bool = False) -> None:
         """End the loader; raise RuntimeError if it must have ended, and has further items."""

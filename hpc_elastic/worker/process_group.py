@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
 
+def world() -> Any:
+    """Return it; None if there is none."""
+    dist = sys.modules.get("torch.distributed")
+    return dist.group.WORLD if dist is not None and dist.is_available() else None
+
+
 def size() -> int | None:
     """Return its number of ranks; None if there is none."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not (dist.is_available() and dist.is_initialized()):
-        return None
-    return int(dist.get_world_size())
+    group = world()
+    return None if group is None else int(group.size())
 
 
 def rank() -> int:
@@ -57,6 +61,5 @@ def gpu() -> torch.device:
     """Return this process's GPU: by ``init_process_group(device_id=)``, else the current one."""
     import torch
 
-    group = None if size() is None else torch.distributed.group.WORLD
-    bound = None if group is None else group.bound_device_id
+    bound = None if (group := world()) is None else group.bound_device_id
     return bound or torch.device("cuda", torch.cuda.current_device())

@@ -195,7 +195,8 @@ def _usable(key: str, value: object) -> float | None:
 
 def _whole_number(value: Any, least: int) -> int:
     try:
-        number = int(value) if float(value).is_integer() else operator.index(value)
+        is_plain = type(value) is int  # the usual case, at each step
+        number = int(value) if is_plain or float(value).is_integer() else operator.index(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = -1
     if isinstance(value, str) or not least <= number <= _MOST:
@@ -206,7 +207,7 @@ def _whole_number(value: Any, least: int) -> int:
 def _number(value: Any) -> float:
     """Return a value as a number, without torch's warning about a tensor that has a graph."""
     try:
-        if not isinstance(value, SupportsFloat):
+        if not hasattr(type(value), "__float__"):  # isinstance(SupportsFloat), and ten times faster
             raise TypeError
         return float(value.detach() if hasattr(value, "detach") else value)
     except (TypeError, ValueError, OverflowError, RuntimeError):

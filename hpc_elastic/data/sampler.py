@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _STATE_VERSION = 1
-_BLOCK = 1024
-"""Number of indices that are computed at once: a call costs 0.2 ms, even for few."""
+_BLOCK = 4096
+"""Number of indices that are computed at once: a call costs 0.2 to 1 ms, even for few."""
 
 
 class ReplicaManager(Protocol):

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from data_worlds import Loader, World
 from hpc_elastic.data import ElasticSampler
+from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.run import fencing
 
@@ -331,3 +332,22 @@ def test_models_exchange_gradients_with_the_last_part_only():
         log.append("part")
     once = ["apart", False, "part", "together"]
     assert log == once * 2 + [True, "part"]
+
+
+@pytest.mark.parametrize("length", [96, 98])
+def test_each_size_of_a_batch_is_divided_once_an_epoch(length, monkeypatch):
+    """The drawing and the loop divide each size once an epoch."""
+    divided, of_before = [], BatchDivision.micro_batches
+
+    def micro_batches(batch, size):
+        divided.append(size)
+        return of_before(batch, size)
+
+    monkeypatch.setattr(BatchDivision, "micro_batches", micro_batches)
+    sampler = sampler_of(length, batch=4)
+    for _ in sampler.epochs(2):
+        for batch in sampler.batches(Loader(sampler)):
+            list(batch.micro_batches())
+    sizes = {4, length % 4} - {0}
+    assert set(divided) == sizes
+    assert len(divided) <= 2 * 2 * len(sizes)

@@ -40,7 +40,7 @@ from hpc_elastic.worker import optimizer_steps
 _loops: list[PlainLoop] = []
 """Those that train and have not ended."""
 _trained: list[weakref.ref[TrainedModels]] = []
-"""Those of this process."""
+"""The `TrainedModels` of this process."""
 _thread = threading.local()
 """Whether this thread is in a ``backward()`` that has its weight."""
 _PIPELINE = "torch.distributed.pipelining._backward"

@@ -932,26 +932,20 @@ class LoaderItems:
 
     def next_item(self) -> Any:
         """Return the next item; raise RuntimeError if the loader does not fit the sampler."""
-        self.inside = True
+        place, self.inside = self.next and self.next[1], True
         try:
             item = next(self._items)
         except StopIteration:
-            place = self.next and self.next[1]
             raise RuntimeError(f"the loader ended at {place}: {_ONE_EACH}") from None
         finally:
             self.inside = False
-        if not self._checked:
-            self._check_begin()
-        return item
-
-    def _check_begin(self) -> None:
-        place, begin = self.next and self.next[1], self.draws.begin if self.draws else None
-        if begin != place:
+        if not self._checked and (begin := self.draws and self.draws.begin) != place:
             raise RuntimeError(
                 f"the loader began at {begin}, the training is at {place}: load the state before "
                 "the loader is started, or its own state is taken"
             )
         self._checked = True
+        return item
 
     def close_loader(self, *, must_have_ended: bool = False) -> None:
         """End the loader; raise RuntimeError if it must have ended, and has further items."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import sys
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakSet
@@ -20,7 +19,6 @@ class _Steps:
     def __init__(self) -> None:
         self.is_watched = False
         self.num = 0
-        self.last: Callable[[], Any] = lambda: None
         self.optimizers = WeakSet[Any]()
         self.then: list[Callable[[Any], None]] = []
 
@@ -71,9 +69,7 @@ def _on_step(optimizer: Any, *_: object) -> None:
     if is_called_from("torch.distributed.checkpoint.state_dict"):
         return  # with a learning rate of 0, before it loads a state
     _steps.num += 1
-    if _steps.last() is not optimizer:
-        _steps.last = weakref.ref(optimizer)
-        _steps.optimizers.add(optimizer)
+    _steps.optimizers.add(optimizer)
     for then in _steps.then:
         then(optimizer)
 

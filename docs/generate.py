@@ -94,7 +94,8 @@ def _type(hint: object) -> str:
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(_type(part) for part in get_args(hint))
     if get_origin(hint) is Literal:
-        return " or ".join(f"`{value}`" for value in get_args(hint))
+        texts = (v if isinstance(v, str) else str(v).lower() for v in get_args(hint))
+        return " or ".join(f"`{text}`" for text in texts)
     if get_origin(hint) is list:
         return "list"
     if get_origin(hint) is dict:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import importlib
 import os
 import signal
@@ -30,6 +31,7 @@ from typing import Any
 
 from hpc_elastic._util import readable
 
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Slurm's own, and those that a user may choose as ``launcher.preempt_signal``."""
 
@@ -84,6 +86,16 @@ def set_up_worker() -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     atexit.register(end_children)  # the last one registered runs first
+
+
+def end_with_agent(agent: int) -> None:
+    """Let Linux end this process with its agent, whose session it does not share; or end it now.
+
+    The agent is its parent, 1 where a container has no other process.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != agent:  # it died before the request
+        os._exit(1)
 
 
 def end_children() -> None:

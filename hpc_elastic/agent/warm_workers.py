@@ -5,12 +5,23 @@ worker. A warm worker has done both: it is started with the worker's own command
 modules of `launcher.agent.warm_imports`, and then blocks in a read. To make it a worker, the agent
 sends what a new process would inherit, and closes the socket:
 
-    warm worker to agent   {"failed": {module: why}, "holds_gpu": bool} in a line, after the imports
+    warm worker to agent   {"failed": {module: why}, "holds_gpu": bool, "no_fork": why or null} in a
+                           line, after the imports
     agent to warm worker   {"env": {...}} as JSON up to the end of the stream, and with its first
                            byte the descriptors of the worker's stdout and stderr
 
 The end of the stream without data means that the agent has ended or does not need the process. A
 warm worker that still imports when it is needed is used: it is ahead of a new process.
+
+With ``launcher.agent.warm_workers=fork`` one process of a node imports. If a fork of it is as a new
+process (`_why_not_forked`), it becomes the *parent*, from which all warm workers are forked; if
+not, each imports for itself:
+
+    agent to parent        `_FORK`, and with it the descriptor of the new warm worker's socket
+    fork to agent          its process id, on that socket; from then on it is any warm worker
+
+A fork is a child of the agent, as a process that the agent has started: the process between it and
+the parent ends at once, and the agent adopts orphans (`process_cleanup`).
 
 Settings that a process reads only at its start cannot be sent: `is_compatible` compares them, and
 if they differ a new process is started instead.
@@ -42,6 +53,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,9 +61,10 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 from hpc_elastic._util import readable
-from hpc_elastic.agent.stacks import main_thread_load_s, process_state
+from hpc_elastic.agent import signals
+from hpc_elastic.agent.stacks import has_gpu_open, main_thread_load_s, process_state
 from hpc_elastic.agent.task_context import Task
-from hpc_elastic.config.schema import Nproc
+from hpc_elastic.config.schema import Nproc, WarmWorkers
 from hpc_elastic.gpus import driver_gpus
 from hpc_elastic.shared_files import read_json
 from hpc_elastic.slurm.environment import GPUS, listed_gpus, mig_slices, of_slot
@@ -62,6 +75,19 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.02
 _KILL_WAIT_S = 5.0
 """Longest wait for a killed process; one that hangs in the kernel is left behind."""
+_IMPORTED_WITHIN_S = 30.0
+"""Workers wait this long for the only process of their node that imports."""
+_FORKED_WITHIN_S = 5.0
+_PARENT = -1
+"""The slot of the process that forks the others."""
+_FORK = b"f"
+
+
+class _Forked(subprocess.Popen[bytes]):
+    """A child of this process that another one has forked; its only argument is the process id."""
+
+    def _execute_child(self, args: Sequence[str], *_: object) -> None:  # private: it starts nothing
+        self.pid, self._child_created = int(args[0]), True
 
 
 @dataclass
@@ -72,6 +98,7 @@ class _WarmWorker:
     cwd: Path | None
     ready: bool = False
     received: bytes = b""
+    is_parent: bool = False
 
     def kill(self) -> None:
         self.channel.close()
@@ -85,12 +112,17 @@ class _WarmWorker:
 class WarmWorkerPool:
     """The warm workers of one node, by slot; few import at a time while the workers train."""
 
-    def __init__(self, slots: int, command: Sequence[str], *, num_warming: int = 1) -> None:
+    def __init__(
+        self, slots: int, command: Sequence[str], how: WarmWorkers = "fork", *, num_warming: int = 1
+    ) -> None:
+        self._forks = how != "spawn"
+        """Whether only one process imports, as far as is known."""
         self._slots = slots
         self._command = tuple(command)
         self._num_warming = num_warming
         self._workers: dict[int, _WarmWorker] = {}
         self._missing: list[int] = []
+        self._paced = False
         self._dead: list[int] = []
         """Exit codes that `maintain` has not returned yet."""
         self._warned: set[str] = set()
@@ -101,12 +133,15 @@ class WarmWorkerPool:
         ``paced``: the workers train, so few are started at a time, with little CPU, and `maintain`
         starts the others. Otherwise all start at once, at full speed.
         """
+        if self._forks and self._slots > 1 and mig_slices(os.environ):
+            self._import_each("each has a part of a GPU")
+        parent = self._workers.get(_PARENT)
+        if parent and not (parent.cwd == _cwd() and is_compatible(parent.env, os.environ)):
+            self._workers.pop(_PARENT).kill()
+        self._refresh()
         self._missing = [slot for slot in range(self._slots) if slot not in self._workers]
-        if paced:
-            self._refresh()
-            return
-        while self._missing:
-            self._start(self._missing.pop(0), paced=False)
+        self._paced = paced
+        self._start_missing()
 
     def maintain(self) -> list[int]:
         """Read reports, start the next processes; return the exit codes of those that ended."""
@@ -118,21 +153,39 @@ class WarmWorkerPool:
         for slot, worker in list(self._workers.items()):
             keep = self._handle_report(worker)
             if (code := worker.process.poll()) is not None:
-                _log.warning(
-                    "the warm worker of slot %d ended by itself, with exit code %d", slot, code
+                what = (
+                    "parent of the warm workers"
+                    if slot == _PARENT
+                    else f"warm worker of slot {slot}"
                 )
+                _log.warning("the %s ended by itself, with exit code %d", what, code)
                 self._dead.append(code)
             if not keep or code is not None:
                 self._workers.pop(slot).kill()
+            elif worker.is_parent and slot != _PARENT:
+                self._workers[_PARENT] = self._workers.pop(slot)
+                self._missing.insert(0, slot)
+        self._start_missing()
+
+    def _start_missing(self) -> None:
         warming = sum(not worker.ready for worker in self._workers.values())
-        while self._missing and warming < self._num_warming:
-            self._start(self._missing.pop(0), paced=True)
+        at_once = self._num_warming if self._paced else self._slots
+        if self._forks and _PARENT not in self._workers:
+            at_once = 1
+        while self._missing and warming < at_once:
+            self._start(self._missing.pop(0))
             warming += 1
+
+    def _import_each(self, why: str) -> None:
+        """Let every warm worker import for itself from now on."""
+        _log.warning("warm workers are not forked: %s", why)
+        self._forks = False
 
     def resize(self, slots: int) -> None:
         """Change the number of slots."""
         self._slots = slots
-        for slot in [slot for slot in self._workers if slot >= slots]:
+        self._missing = [slot for slot in self._missing if slot < slots]
+        for slot in [slot for slot in self._workers if slot >= slots or not slots]:
             self._workers.pop(slot).kill()
 
     def await_imports(self, timeout_s: float) -> bool:
@@ -159,6 +212,8 @@ class WarmWorkerPool:
         ``slot`` is the worker's local rank; ``env`` is its whole environment. The process gets
         copies of ``outputs``, the descriptors for its stdout and stderr.
         """
+        if self._forks and self._slots > 1:
+            self.await_imports(_IMPORTED_WITHIN_S)
         worker = self._workers.pop(slot, None)
         self._missing = [other for other in self._missing if other != slot]
         if worker is None:
@@ -189,26 +244,40 @@ class WarmWorkerPool:
         while self._workers:
             self._workers.popitem()[1].kill()
 
-    def _start(self, slot: int, *, paced: bool) -> None:
-        """Start a warm worker as torch starts a worker; an error is only logged."""
+    def _start(self, slot: int) -> None:
+        """Start a warm worker as torch starts a worker, or fork it; an error is only logged."""
         env, cwd = of_slot(os.environ, slot, self._slots), _cwd()
+        parent = self._workers.get(_PARENT)
         try:
             ours, theirs = socket.socketpair()
             with theirs, contextlib.ExitStack() as on_error:
                 on_error.callback(ours.close)
-                how = f"{theirs.fileno()} {'paced' if paced else 'at once'}"
-                process = subprocess.Popen(
-                    self._command,
-                    env={**env, WARM_WORKER_VARIABLE: how},
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                )
+                if parent is not None:
+                    from hpc_elastic.agent.process_cleanup import adopt_orphans
+
+                    adopt_orphans()
+                    socket.send_fds(parent.channel, [_FORK], [theirs.fileno()])
+                    theirs.close()
+                    ours.settimeout(_FORKED_WITHIN_S)
+                    if not (pid := ours.recv(32)):
+                        raise OSError("it could not be forked")
+                    process: subprocess.Popen[bytes] = _Forked([pid.decode()])
+                else:
+                    how = f"{theirs.fileno()} {'paced' if self._paced else 'fast'} {self._forks}"
+                    process = subprocess.Popen(
+                        self._command,
+                        env={**env, WARM_WORKER_VARIABLE: how},
+                        pass_fds=[theirs.fileno()],
+                        start_new_session=True,
+                    )
                 on_error.pop_all()
         except OSError as e:
             _log.warning("no warm worker for slot %d: %s", slot, e)
+            if parent is not None:
+                self._workers.pop(_PARENT).kill()
             return
         ours.setblocking(False)
-        self._workers[slot] = _WarmWorker(process, ours, env, cwd)
+        self._workers[slot] = _WarmWorker(process, ours, env, cwd, ready=parent is not None)
 
     def _handle_report(self, worker: _WarmWorker) -> bool:
         """Log the report of a warm worker, each text once; return whether it may be kept."""
@@ -219,6 +288,9 @@ class WarmWorkerPool:
         if not worker.received.endswith(b"\n"):
             return True
         worker.ready, report = True, json.loads(worker.received)
+        worker.is_parent = self._forks and report["no_fork"] is None
+        if self._forks and not worker.is_parent:
+            self._import_each(report["no_fork"])
         texts = [
             f"{module} is not imported in advance: {why}"
             for module, why in report["failed"].items()
@@ -300,12 +372,12 @@ def note_choice_of_gpus() -> None:
 
 
 def wait_for_use(how: str, modules: list[str]) -> None:
-    """Import the modules, then block until the agent makes this process a worker.
+    """Import the modules, then block until the agent makes this process, or a fork, a worker.
 
     Ends the process if the agent does not need it. ``how`` is the descriptor of the socket to the
-    agent, to which failures are reported, and ``paced`` or ``at once``.
+    agent, to which failures are reported, ``paced`` or ``fast``, and whether it may be the parent.
     """
-    number, _, pace = how.partition(" ")
+    number, pace, forks = how.split()
     channel = socket.socket(fileno=int(number))
     channel.set_inheritable(False)
     for descriptor in _OUTPUTS:
@@ -318,12 +390,13 @@ def wait_for_use(how: str, modules: list[str]) -> None:
     ):
         failed = _import_ahead(modules, channel)
     note_choice_of_gpus()
-    with channel:
-        with contextlib.suppress(OSError):  # made a worker before, and the socket closed
-            torch = sys.modules.get("torch")
-            holds_gpu = torch is not None and bool(torch.cuda.is_initialized())
-            report = {"failed": failed, "holds_gpu": holds_gpu}
-            channel.sendall(json.dumps(report).encode() + b"\n")
+    with contextlib.suppress(OSError):  # made a worker before, and the socket closed
+        torch = sys.modules.get("torch")
+        holds_gpu = torch is not None and bool(torch.cuda.is_initialized())
+        no_fork = _why_not_forked(channel) if forks == "True" and not _is_needed(channel) else None
+        report = {"failed": failed, "holds_gpu": holds_gpu, "no_fork": no_fork}
+        channel.sendall(json.dumps(report).encode() + b"\n")
+    with _serve_forks(channel) as channel:
         env, outputs = _receive_start(channel)
     # change only what differs: C libraries may hold pointers to the rest
     for name in os.environ.keys() - env.keys():
@@ -337,6 +410,69 @@ def wait_for_use(how: str, modules: list[str]) -> None:
         os.close(output)
         while text:  # the output of the imports comes first
             text = text[os.write(descriptor, text) :]
+
+
+def _why_not_forked(channel: socket.socket) -> str | None:
+    """Return what a fork of this process would share with others, or lack; None if nothing."""
+    if "CUDA_" not in _in_time or has_gpu_open(os.getpid()):
+        return "a module asks for the GPUs at its import"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there may be threads: they are counted below
+        probe = os.fork()  # libraries of linear algebra end their threads here
+    if probe == 0:
+        os._exit(getattr(sys.modules.get("torch.cuda"), "_is_in_bad_fork", bool)())
+    if os.waitpid(probe, 0)[1]:
+        return "torch refuses the GPUs in a fork, since a module asks for them at its import"
+    if (num_threads := len(os.listdir("/proc/self/task"))) > 1:  # noqa: PTH208 - only their number
+        return f"the imports have started {num_threads - 1} threads"
+    own = {0, *_OUTPUTS, channel.fileno()}
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of this listing
+            if int(descriptor.name) not in own:
+                return f"the imports have opened {descriptor.readlink()}"
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    shared = [line.split()[-1] for line in maps if line.split()[1] == "rw-s"]
+    return f"the imports have shared {shared[0]}" if shared else None
+
+
+def _serve_forks(channel: socket.socket) -> socket.socket:
+    """Fork warm workers for the agent until this process is to be a worker, or is not needed.
+
+    Returns the socket to the agent: another one in each fork.
+    """
+    for number in signals.NOTICES:  # a fork keeps this one (`signals.ignore_notices_here`)
+        signal.signal(number, lambda *_: None)
+    with contextlib.suppress(ConnectionError):  # closed before the report was read
+        while channel.recv(1, socket.MSG_PEEK) == _FORK:
+            _, own, _, _ = socket.recv_fds(channel, 1, 1)
+            with socket.socket(fileno=own[0]) as forks, contextlib.suppress(OSError):
+                if _fork():
+                    channel.close()
+                    channel = forks.dup()
+                    channel.sendall(str(os.getpid()).encode())
+    signals.ignore_preemption_signals()
+    return channel
+
+
+def _fork() -> bool:
+    """Fork a child of the agent's that is as a new process; return whether this is it."""
+    agent = os.getppid()
+    if between := os.fork():
+        os.waitpid(between, 0)
+        return False
+    try:
+        between = os.getpid()
+        if os.fork():
+            os._exit(0)
+    except OSError:
+        os._exit(1)
+    while os.getppid() == between:
+        time.sleep(0.001)
+    signals.end_with_agent(agent)
+    os.setsid()
+    if "numpy.random" in sys.modules:  # Python's own generator is seeded anew by os.fork
+        sys.modules["numpy.random"].seed()
+    return True
 
 
 def _import_ahead(modules: list[str], channel: socket.socket) -> dict[str, str]:
@@ -467,8 +603,9 @@ def start_pool(task: Task) -> WarmWorkerPool:
     )
     prepare_environment(task, num_workers)
     num_warming = max(1, len(os.sched_getaffinity(0)) // _CPUS_PER_WARMING)
-    slots = num_workers if settings.launcher.agent.warm_workers else 0
-    pool = WarmWorkerPool(slots, worker_command(task), num_warming=num_warming)
+    how = settings.launcher.agent.warm_workers
+    slots = num_workers if how else 0
+    pool = WarmWorkerPool(slots, worker_command(task), how, num_warming=num_warming)
     pool.fill(paced=False)
     return pool
 

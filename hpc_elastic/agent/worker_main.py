@@ -25,7 +25,6 @@ import json
 import os
 import re
 import runpy
-import signal
 import sys
 import threading
 import time
@@ -53,7 +52,6 @@ from hpc_elastic.slurm.environment import mig_slices
 from hpc_elastic.transport import socket_filter
 from hpc_elastic.worker import optimizer_steps, process_group, reporting, shared_page
 
-_PR_SET_PDEATHSIG = 1  # prctl(2)
 _FRAMES_OF_OURS = (
     __file__, *(str(Path(__file__).with_name(name)) for name in ("command.py", "main_block.py")),
     runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>",
@@ -66,11 +64,7 @@ _LONGEST_TEXT = 1000
 
 def main(argv: list[str]) -> int:
     """Run one worker; return its exit code."""
-    agent = os.getppid()  # torch starts workers in their own sessions: Linux is to end this one
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # the parent is 1 where a container has no other process
-    if not os.getppid() == agent == int(os.environ.get(shared_page.AGENT_VARIABLE, agent)):
-        os._exit(1)  # the agent died before the request
+    signals.end_with_agent(int(os.environ.get(shared_page.AGENT_VARIABLE, os.getppid())))
     signals.set_up_worker()
     if not sys.flags.safe_path:
         del sys.path[0]  # the working directory, by `-m`: it would hide packages of the same name

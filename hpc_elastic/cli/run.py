@@ -67,7 +67,8 @@ class _RunCommand(click.Command):
                 found.setdefault(key, (hint, re.split(r"(?<=[^.]\.) (?=[A-Z`])", meaning)[0]))
         made = {}
         for key, (hint, meaning) in found.items():
-            words = get_args(hint) if get_origin(hint) is Literal else ("true", "false")
+            literals = get_args(hint) if get_origin(hint) is Literal else (True, False)
+            words = [w if isinstance(w, str) else str(w).lower() for w in literals]
             is_word = get_origin(hint) is Literal or hint is bool
             made[key] = click.Option(
                 [f"--{key.replace('_', '-')}", key.replace(".", "__")],

@@ -462,6 +462,14 @@ def _hang_after(given: Given) -> float | None:
         raise given.refuse("allowed is a number of seconds, auto, or false for never") from e
 
 
+def _warm_workers(given: Given) -> str | bool:
+    """Return how they are made; false for ``off``, as YAML reads it."""
+    if isinstance(given.value, bool):
+        return given.value and "fork"
+    word = parse.choice(given, ("fork", "spawn", "off"))
+    return word != "off" and word
+
+
 def _directions(given: Given) -> list[str]:
     listed = given.value if isinstance(given.value, list | tuple) else [given.value]
     if not listed:
@@ -519,6 +527,7 @@ FORMS: dict[str, Parser] = {
     "port": _between(integer, 1, 65535, "a port from 1 to 65535, or null for none"),
     "throughput": _between(number, 0.01, 100, "a number from 0.01 to 100, such as 2.5"),
     "hang time-out": _hang_after,
+    "warm workers": _warm_workers,
     "time": lambda given: parse.parse_time(given.value, from_yaml=not given.typed, key=given.key),
     "world sizes": _world_sizes,
     "name": _name,

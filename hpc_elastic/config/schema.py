@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal, get_type_hints
 
 Nproc = int | Literal["auto", "gpu", "cpu"]
+WarmWorkers = Literal["fork", "spawn", "off", True, False]
 TOP_LEVEL: dict[str, object] = {"nodes": 1, "nproc_per_node": "auto", "ft": False}
 """Keys of the settings that stand beside the group ``launcher``, with their defaults."""
 
@@ -74,10 +75,13 @@ class AgentSettings:
     still run this long after it, such as a tracker that uploads at exit, are ended."""
     omp_num_threads: Annotated[int | None, "at least 1"] = None
     """OMP_NUM_THREADS of each worker; null shares the node's CPUs among its workers."""
-    warm_workers: bool = True
-    """Keep a process per worker ready that has imported torch, of about 0.2 GiB each: a restart
-    then starts no process. Variables that must be set before ``import torch``, such as
-    OMP_NUM_THREADS, go into ``launcher.env``; a script that sets them itself needs false here."""
+    warm_workers: Annotated[WarmWorkers, "warm workers"] = "fork"
+    """Keep a process per worker ready that has imported torch: a restart then starts no process.
+    ``fork``: one process of the node imports, about 0.2 GiB, and the others are forks of it;
+    ``spawn``: each imports for itself, as with ``fork`` where the imports start threads or ask for
+    the GPUs, which a fork would lack; ``off``: none. ``true`` is ``fork``, and ``false`` is
+    ``off``. Variables that must be set before ``import torch``, such as OMP_NUM_THREADS, go into
+    ``launcher.env``; a script that sets them itself needs ``off`` here."""
     warm_imports: Annotated[list[str], "modules"] = field(default_factory=lambda: ["torch"])
     """Modules that these processes import ahead, such as ``transformers``."""
     hang_timeout_s: Annotated[float | None, "hang time-out"] = None

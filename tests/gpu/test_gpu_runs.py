@@ -37,6 +37,8 @@ def test_the_first_command_trains_by_nccl_with_a_gpu_for_each_worker(gpus, tmp_p
     assert {event["size"] for event in communicators} == {4}
     assert Counter(event["device"] for event in communicators) == dict.fromkeys(range(4), 1)
     require_own_devices(machine)
+    logs = "".join(path.read_text() for path in tmp_path.rglob("agent.log"))
+    assert "which had imported" in logs and "are not forked" not in logs
 
 
 def test_replicas_of_a_sharded_model_train_by_nccl(gpus, tmp_path):

@@ -38,7 +38,8 @@ LOADED_AS = __name__
 
 def who():
     prctl = Path("/proc/self/status").read_text()
-    handled = [line for line in prctl.splitlines() if line.startswith(("SigIgn", "SigCgt"))]
+    kinds = ("SigIgn", "SigCgt", "SigBlk")
+    handled = [line for line in prctl.splitlines() if line.startswith(kinds)]
     threads = [int(t) for t in os.listdir("/proc/self/task")]
     return {
         "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "cwd": os.getcwd(),
@@ -48,7 +49,7 @@ def who():
         "own_session": os.getsid(0) == os.getpid(), "parent": os.getppid(),
         "policies": sorted({os.sched_getscheduler(t) for t in threads}),
         "nice": os.nice(0), "descriptors": [os.readlink(f"/proc/self/fd/{n}") for n in (0, 1, 2)],
-        "open": len(os.listdir("/proc/self/fd")),
+        "threads": len(threads), "open": len(os.listdir("/proc/self/fd")),
         "flags": [sys.stdout.write_through, sys.stdout.line_buffering, sys.stdout.encoding],
     }
 
@@ -64,9 +65,48 @@ def exit_with(code):
 
 def fail():
     raise ValueError("boom")
+
+def draw():
+    import random
+    import numpy
+    return [random.random(), numpy.random.random()]
+
+def load(method):
+    from torch.utils.data import DataLoader
+    loader = DataLoader([1.0] * 8, 2, num_workers=2, multiprocessing_context=method)
+    return sum(len(batch) for batch in loader)
+
+def compute():
+    import torch
+    torch.set_num_threads(2)
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(512, 64)).sum().backward()
+    optimizer.step()
+    return (torch.ones(512, 512) @ torch.ones(512, 512)).sum().item()
+
+def stay():
+    import time
+    print("stays", flush=True)
+    time.sleep(300)
 """
+COUNTS = """
+import os
+with open("imports", "a") as f:
+    f.write(f"{os.getpid()}\\n")
+"""
+STARTS = {
+    "1 thread": "import threading, time; "
+    "threading.Thread(target=time.sleep, args=[300], daemon=True).start()",
+    "have opened /dev/zero": "file = open('/dev/zero')",
+    "have shared": "import mmap; page = mmap.mmap(-1, 4096)",
+    "asks for the GPUs": "from hpc_elastic.agent import warm_workers; "
+    "warm_workers._in_time.discard('CUDA_')",
+    "torch refuses the GPUs": "import torch; torch.cuda._is_in_bad_fork = lambda: True",
+}
 
 PATIENCE_S = 300.0
+ROUNDS = int(os.environ.get("HPC_ELASTIC_ROUNDS", "20"))
 TALKS = "import sys\nprint('imported')\nprint('warned', file=sys.stderr)\n"
 WAITS = """
 import time
@@ -108,27 +148,39 @@ class Node:
         (self.folder / "waits.py").write_text(WAITS)
         self.entry("who", imports=("waits",))
 
-    def start(self, pool: WarmWorkerPool, number: int = 1):
-        """Start one worker; from a warm one where there is a compatible one."""
+    def start(self, pool: WarmWorkerPool, number: int = 1, num: int = 1):
+        """Start workers; from warm ones where there are compatible ones."""
         os.environ["HPC_ELASTIC_ROUND"] = str(number)
-        ones = ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE")
-        env = {
-            "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", **dict.fromkeys(ones, "1"),
-            "TORCHELASTIC_RESTART_COUNT": str(number),
+        sizes = {"LOCAL_WORLD_SIZE": str(num), "WORLD_SIZE": str(num), "GROUP_WORLD_SIZE": "1"}
+        envs = {
+            rank: {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", **sizes,
+                "TORCHELASTIC_RESTART_COUNT": str(number),
+            }
+            for rank in range(num)
         }  # fmt: skip
-        with made_from(pool, "n1", "1"):
-            return start_processes(
-                "default", self.command[0], {0: self.command[1:]}, {0: env}, RoundLogs(self.place)
-            )
+        args = dict.fromkeys(envs, self.command[1:])
+        with made_from(pool, "n1", str(num)):
+            return start_processes("default", self.command[0], args, envs, RoundLogs(self.place))
 
     def finish(self, processes):
         """Wait for the worker; return what torch makes of it."""
         eventually(lambda: processes.wait(0) is not None, PATIENCE_S)
         return processes.wait(0)
 
-    def value(self, number: int = 1) -> object:
+    def value(self, number: int = 1, rank: int = 0) -> object:
         """What the function returned."""
-        return json.loads((self.run.results / f"round-{number}/rank-0.json").read_text())
+        return json.loads((self.run.results / f"round-{number}/rank-{rank}.json").read_text())
+
+    def entry_that_counts(self, qualname: str, *args: object) -> None:
+        """Let each import be counted (`num_imports`)."""
+        (self.folder / "counts.py").write_text(COUNTS)
+        self.entry(qualname, *args, imports=("counts",))
+
+    @property
+    def num_imports(self) -> int:
+        """How many processes have imported."""
+        return len((self.folder / "imports").read_text().splitlines())
 
     def files(self, number: int = 1) -> WorkerFiles:
         """The worker's logs."""
@@ -150,8 +202,10 @@ def make_pool(node):
     """Start the warm workers of the node; they are gone when the test ends."""
     made = []
 
-    def make(slots: int = 1, *, paced: bool = False, ready: bool = True) -> WarmWorkerPool:
-        made.append(WarmWorkerPool(slots, node.command, num_warming=1))
+    def make(
+        slots: int = 1, how: str = "fork", *, paced: bool = False, ready: bool = True
+    ) -> WarmWorkerPool:
+        made.append(WarmWorkerPool(slots, node.command, how, num_warming=1))
         made[-1].fill(paced=paced)
         if ready:
             eventually(lambda: all_ready(made[-1], slots), PATIENCE_S)
@@ -164,16 +218,32 @@ def make_pool(node):
 
 def all_ready(pool: WarmWorkerPool, slots: int) -> bool:
     """Whether all have imported."""
-    return pool.await_imports(0) and len(pool.pids) == slots
+    return pool.await_imports(0) and len(warm_pids(pool)) == slots
 
 
+def num_of(kind: str, pid: object) -> int:
+    """How many threads (``task``) or descriptors (``fd``) a process has."""
+    return len(list(Path(f"/proc/{pid}/{kind}").iterdir()))
+
+
+def warm_pids(pool: WarmWorkerPool) -> list[int]:
+    """The warm workers, without the process that forks them."""
+    parent = pool._workers.get(warm_workers._PARENT)
+    return [pid for pid in pool.pids if parent is None or pid != parent.process.pid]
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
 @pytest.mark.parametrize("paced", [False, True])
-def test_a_worker_made_from_a_warm_one_is_as_a_new_process(node, make_pool, paced, monkeypatch):
+def test_a_worker_made_from_a_warm_one_is_as_a_new_process(
+    node, make_pool, paced, how, monkeypatch
+):
     """Same command line, paths, environment, signals, priority, descriptors and modules."""
     monkeypatch.setenv("GONE_LATER", "1")
     node.entry("who")
-    pool = make_pool(paced=paced)
-    (pid,) = pool.pids
+    pool = make_pool(1, how, paced=paced)
+    (pid,) = warm_pids(pool)
+    assert num_of("fd", pid) == 4
+    assert len(pool.pids) == (2 if how == "fork" else 1)
     monkeypatch.delenv("GONE_LATER")
     monkeypatch.setenv("NEW", "umlaut \u00e4 and no text \udcff")
     processes = node.start(pool)
@@ -275,35 +345,38 @@ def test_a_module_that_can_not_be_imported_is_logged_once(node, make_pool, caplo
 def test_while_workers_train_warm_workers_are_made_one_after_the_other(node, make_pool):
     """The next one starts once the one before has imported."""
     node.entry_that_waits()
-    pool = make_pool(2, paced=True, ready=False)
+    pool = make_pool(2, "spawn", paced=True, ready=False)
     pool.maintain()
     assert len(pool.pids) == 1
     (node.folder / "go").touch()
     eventually(lambda: all_ready(pool, 2), PATIENCE_S)
 
 
-def test_a_late_node_waits_until_its_warm_workers_have_imported(node, make_pool):
+@pytest.mark.parametrize(("how", "num"), [("fork", 1), ("spawn", 3)])
+def test_a_late_node_waits_until_its_warm_workers_have_imported(node, make_pool, how, num):
     """It looks up now and then, whether there is a need; closing leaves no process."""
     node.entry_that_waits()
-    pool = make_pool(3, ready=False)
+    pool = make_pool(3, how, ready=False)
     pids = pool.pids
     assert not pool.await_imports(0.1)
     pool.resize(2)
     (node.folder / "go").touch()
     assert pool.await_imports(60) and all_ready(pool, 2)
+    ready = pool.pids
     pool.close()
-    assert len(pids) == 3 and all(map(is_gone, pids))
+    assert len(pids) == num and all(map(is_gone, {*pids, *ready}))
 
 
-def test_a_warm_worker_that_died_is_replaced_by_a_new_process(node, make_pool, caplog):
+@pytest.mark.parametrize(("how", "num"), [("fork", 3), ("spawn", 2)])
+def test_a_warm_worker_that_died_is_replaced_by_a_new_process(node, make_pool, caplog, how, num):
     """It is buried when the agent looks, and no other one is made before the next round."""
     node.entry("who")
-    pool = make_pool(2)
+    pool = make_pool(2, how)
     for pid in pool.pids:
         os.kill(pid, signal.SIGKILL)
         eventually(lambda pid=pid: is_gone(pid), PATIENCE_S)
     assert pool.take_worker(0, node.command, dict(os.environ), (1, 2)) is None
-    assert pool.maintain() == [-signal.SIGKILL] * 2
+    assert pool.maintain() == [-signal.SIGKILL] * num
     assert "slot 1 ended by itself, with exit code -9" in caplog.text
     assert pool.maintain() == []
     assert pool.pids == []
@@ -325,12 +398,18 @@ def test_what_is_read_at_start_makes_a_new_process(node, make_pool, monkeypatch)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     node.entry("who")
     pool = make_pool()
-    (pid,) = pool.pids
+    old = pool.pids
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     processes = node.start(pool)
     node.finish(processes)
-    assert is_gone(pid) and processes.pids() != {0: pid}
+    assert processes.pids()[0] not in old
     assert node.value()["env"]["OMP_NUM_THREADS"] == "2"
+    pool.fill(paced=False)
+    assert all(map(is_gone, old))
+    eventually(lambda: all_ready(pool, 1), PATIENCE_S)
+    processes = node.start(pool, 2)
+    node.finish(processes)
+    assert node.value(2)["env"]["OMP_NUM_THREADS"] == "2"
 
 
 def test_an_environment_that_does_not_fit_into_the_socket_never_blocks_the_agent(node, make_pool):
@@ -359,12 +438,131 @@ def test_warm_workers_die_with_their_agent(node, module):
         [sys.executable, "-c", agent, *node.command],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
-        pid = int(process.stdout.readline())
+        pids = list(map(int, process.stdout.readline().split()))
+        assert len(pids) == (2 if module == "json" else 1)
         eventually(
             (node.folder / "began").exists if module == "waits" else lambda: True, PATIENCE_S
         )
         process.kill()
-    eventually(lambda: is_gone(pid), PATIENCE_S)
+    eventually(lambda: all(map(is_gone, pids)), PATIENCE_S)
+
+
+def test_a_node_imports_once(node, make_pool):
+    """Also if the workers are needed before the imports are done; and for all restarts."""
+    node.entry_that_counts("who")
+    pool = make_pool(3, ready=False)
+    for number in (1, 2, 3):
+        result = node.finish(node.start(pool, number, 3))
+        assert not result.is_failed(), node.files(number).err.read_text()
+        pool.fill(paced=number > 1)
+    assert node.num_imports == 1 and len({str(node.value(3, rank)) for rank in range(3)}) == 3
+
+
+def test_forks_have_random_numbers_of_their_own(node, make_pool):
+    """As processes that have imported NumPy for themselves."""
+    node.entry("draw", imports=("numpy.random",))
+    node.finish(node.start(make_pool(2), 1, 2))
+    drawn = [*node.value(), *node.value(1, 1)]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_a_fork_that_has_torch_computes_as_a_new_process(node, make_pool):
+    """With several threads, an optimizer, and matrix products; its node has no other thread."""
+    node.entry("compute", imports=("torch",))
+    pool = make_pool(2)
+    assert all(num_of("task", pid) == 1 for pid in pool.pids)
+    result = node.finish(node.start(pool, 1, 2))
+    assert not result.is_failed(), node.files().err.read_text()
+    assert node.value() == node.value(1, 1) == 512**3
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_fork_has_data_loaders(node, make_pool, method):
+    """However they are started."""
+    node.entry("load", method, imports=("torch",))
+    result = node.finish(node.start(make_pool()))
+    assert not result.is_failed(), node.files().err.read_text()
+    assert node.value() == 8
+
+
+@pytest.mark.parametrize(("why", "text"), STARTS.items())
+def test_where_a_fork_would_share_or_lack_something_each_imports(
+    node, make_pool, caplog, why, text
+):
+    """What the imports have started is found, and named once."""
+    (node.folder / "starts.py").write_text(COUNTS + text)
+    node.entry("who", imports=("starts",))
+    pool = make_pool(3)
+    assert node.num_imports == len(pool.pids) == 3
+    assert why in caplog.text and caplog.text.count("are not forked") == 1
+    assert not node.finish(node.start(pool, 1, 3)).is_failed(), node.files().err.read_text()
+
+
+def test_parts_of_a_gpu_are_not_shared_out_by_forks(node, make_pool, caplog, monkeypatch):
+    """The variable that names a part is read at the start."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1,MIG-2")
+    node.entry_that_counts("who")
+    assert len(make_pool(2).pids) == 2 == node.num_imports
+    assert "not forked: each has a part of a GPU" in caplog.text
+
+
+def test_workers_outlive_the_process_that_has_forked_them(node, make_pool):
+    """It is missed by nothing, and replaced at the next round; a killed worker is seen."""
+    node.entry_that_counts("stay")
+    pool = make_pool(2)
+    parent = next(pid for pid in pool.pids if pid not in warm_pids(pool))
+    processes = node.start(pool, 1, 2)
+    os.kill(parent, signal.SIGKILL)
+    eventually(lambda: pool.maintain() == [-signal.SIGKILL], PATIENCE_S)
+    for rank, pid in processes.pids().items():
+        out = WorkerFiles(node.place, 1, rank, rank).out
+        eventually(lambda out=out: "stays" in out.read_text(), PATIENCE_S)
+        assert not is_gone(pid)
+    pool.fill(paced=True)
+    eventually(lambda: all_ready(pool, 2), PATIENCE_S)
+    assert node.num_imports == 2
+    os.kill(processes.pids()[1], signal.SIGKILL)
+    result = node.finish(processes)
+    assert result.failures[1].exitcode == -signal.SIGKILL
+    assert all(map(is_gone, processes.pids().values()))
+
+
+def test_forked_workers_die_with_their_agent(node):
+    """Also when they are at work, and the agent is killed."""
+    node.entry("stay")
+    agent = (
+        "import os, sys; from hpc_elastic.agent.warm_workers import WarmWorkerPool\n"
+        "pool = WarmWorkerPool(2, sys.argv[1:]); pool.fill(paced=False); pool.await_imports(300)\n"
+        "pids = pool.pids; env = {**os.environ, 'HPC_ELASTIC_ROUND': '1', 'RANK': '0'}\n"
+        "worker = pool.take_worker(0, sys.argv[1:], env, (1, 2))\n"
+        "print(*pids, flush=True); sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", agent, *node.command],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        lines = {process.stdout.readline(), process.stdout.readline()}
+        (pids,) = (list(map(int, line.split())) for line in lines if line != "stays\n")
+        assert len(pids) == 3 and not any(map(is_gone, pids))
+        process.kill()
+    eventually(lambda: all(map(is_gone, pids)), PATIENCE_S)
+
+
+def test_nothing_grows_over_restarts(node, make_pool):
+    """The descriptors and children of the agent, and those of the process that forks."""
+    node.entry_that_counts("imported", "json")
+    pool = make_pool(2)
+    parent = next(pid for pid in pool.pids if pid not in warm_pids(pool))
+    counted = set()
+    for number in range(1, ROUNDS + 1):
+        node.finish(node.start(pool, number, 2))
+        pool.fill(paced=True)
+        assert pool.await_imports(PATIENCE_S)
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        both = (num_of(kind, pid) for kind in ("fd", "task") for pid in (parent, "self"))
+        counted.add((len(children), *both))
+        eventually(lambda: not Path(f"/proc/{parent}/task/{parent}/children").read_text())
+    assert len(counted) <= 2 and node.num_imports == 1  # the first round opens what others keep
 
 
 def test_a_warm_worker_that_can_not_be_started_is_done_without(caplog):

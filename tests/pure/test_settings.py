@@ -331,6 +331,19 @@ def test_what_spares_import_ahead_is_a_list_of_modules(subtests):
             )
 
 
+def test_warm_workers_are_made_in_one_of_three_ways(subtests):
+    """YAML reads ``off`` as false; runs of before have true."""
+    spelled = {"fork": "fork", "spawn": "spawn", "off": False, True: "fork", False: False}
+    for value, read in spelled.items():
+        with subtests.test(value=value):
+            settings = resolve(slurm(agent={"warm_workers": value}))
+            assert settings.launcher.agent.warm_workers == read
+    for value in ("on", None, 1):
+        with subtests.test(value=value):
+            why = refusal(slurm(agent={"warm_workers": value}))
+            assert why.key == "launcher.agent.warm_workers" and "fork or spawn or off" in str(why)
+
+
 def test_good_values_are_read_as_their_type(subtests):
     """A number may stand in quotes; nothing stands for an empty list."""
     for key, value, read in [

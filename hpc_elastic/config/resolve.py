@@ -465,9 +465,9 @@ def _hang_after(given: Given) -> float | None:
 def _warm_workers(given: Given) -> str | bool:
     """Return how they are made; false for ``off``, as YAML reads it."""
     if isinstance(given.value, bool):
-        return given.value and "fork"
-    word = parse.choice(given, ("fork", "spawn", "off"))
-    return word != "off" and word
+        return given.value
+    how = parse.choice(given, ("fork", "spawn", "off"))
+    return how != "off" and how
 
 
 def _directions(given: Given) -> list[str]:

@@ -333,7 +333,7 @@ def test_what_spares_import_ahead_is_a_list_of_modules(subtests):
 
 def test_warm_workers_are_made_in_one_of_three_ways(subtests):
     """YAML reads ``off`` as false; runs of before have true."""
-    spelled = {"fork": "fork", "spawn": "spawn", "off": False, True: "fork", False: False}
+    spelled = {"fork": "fork", "spawn": "spawn", "off": False, True: True, False: False}
     for value, read in spelled.items():
         with subtests.test(value=value):
             settings = resolve(slurm(agent={"warm_workers": value}))

@@ -75,8 +75,9 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.02
 _KILL_WAIT_S = 5.0
 """Longest wait for a killed process; one that hangs in the kernel is left behind."""
-_IMPORTED_WITHIN_S = 30.0
-"""Workers wait this long for the only process of their node that imports."""
+_IMPORTED_WITHIN_S = 60.0
+"""Several workers wait this long for the only process of their node that imports, and a thread of
+the agent with them; a process for each would take longer."""
 _FORKED_WITHIN_S = 5.0
 _PARENT = -1
 """The slot of the process that forks the others."""
@@ -212,8 +213,10 @@ class WarmWorkerPool:
         ``slot`` is the worker's local rank; ``env`` is its whole environment. The process gets
         copies of ``outputs``, the descriptors for its stdout and stderr.
         """
-        if self._forks and self._slots > 1:
-            self.await_imports(_IMPORTED_WITHIN_S)
+        deadline = time.monotonic() + _IMPORTED_WITHIN_S
+        while self._forks and self._slots > 1 and time.monotonic() < deadline:
+            if self.await_imports(_POLL_S):
+                break
         worker = self._workers.pop(slot, None)
         self._missing = [other for other in self._missing if other != slot]
         if worker is None:

@@ -1,4 +1,4 @@
-"""Writes safetensors files: in large blocks, each checksummed, and synced.
+"""Writes safetensors files: in large blocks, checksummed by a second thread meanwhile, and synced.
 
 The format is safetensors' own (8 bytes of length, a JSON header, then the data), which any reader
 knows; its `save_file` makes a copy of everything and takes longer than the disk. The header is
@@ -14,7 +14,9 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +80,10 @@ def write_part(
     """Write ``shard-<rank>.safetensors`` and, once it is complete, ``part-<rank>.json``.
 
     The folder has no such files yet. ``sync``: both are to survive a loss of power. ``on_block`` is
-    called after each block with its number of bytes; what it raises ends the writing. ``replaced``
-    is the folder of the checkpoint that this one may replace: if this rank's shard there has the
-    same content, it gets a second name here. Raises OSError if the folder cannot be written, or is
-    full.
+    called with the bytes of each block that was written and, in another thread, with 0 after each
+    that was added up; what it raises ends the writing. ``replaced`` is the folder of the checkpoint
+    that this one may replace: if this rank's shard there has the same content, it gets a second
+    name here. Raises OSError if the folder cannot be written, or is full.
     """
     path = folder / f"shard-{rank}.safetensors"
     part_name = f"part-{rank}.json"
@@ -119,17 +121,29 @@ def _blocks_of(snapshot: HostSnapshot) -> Iterator[memoryview]:
 def _write_shard(
     path: Path, snapshot: HostSnapshot, sync: bool, on_block: Callable[[int], None]
 ) -> FileEntry:
-    checksum, num_bytes = xxhash.xxh3_64(), 0
     file = BlockFile(path, direct=sync)
     try:
-        for block in _blocks_of(snapshot):
-            checksum.update(block)
-            file.write(block)
-            num_bytes += len(block)
-            on_block(len(block))
-        file.finish(sync=sync)
+        with ThreadPoolExecutor(1, thread_name_prefix="hpc-elastic-checksum") as pool:
+            try:
+                entry = pool.submit(_entry_of, path, snapshot, on_block).result
+            except RuntimeError:  # no thread can be started, or the program ends
+                entry = partial(_entry_of, path, snapshot, on_block)
+            for block in _blocks_of(snapshot):
+                file.write(block)
+                on_block(len(block))
+            file.finish(sync=sync)
+            return entry()
     finally:
         file.close()
+
+
+def _entry_of(path: Path, snapshot: HostSnapshot, on_block: Callable[[int], None]) -> FileEntry:
+    """Return the checksum and the size that a shard has once it is written."""
+    checksum, num_bytes = xxhash.xxh3_64(), 0
+    for block in _blocks_of(snapshot):
+        checksum.update(block)
+        num_bytes += len(block)
+        on_block(0)
     return FileEntry(path.name, num_bytes, f"xxh3_64:{checksum.hexdigest()}")
 
 
@@ -141,12 +155,7 @@ def _link_same(
         (entry,) = RankPart.from_json(read_text(part, MANIFEST_BYTES)).files
     except (OSError, ValueError, CheckpointCorruptError):
         return None
-    checksum, num_bytes = xxhash.xxh3_64(), 0
-    for block in _blocks_of(snapshot):
-        checksum.update(block)
-        num_bytes += len(block)
-        on_block(0)
-    if entry != FileEntry(path.name, num_bytes, f"xxh3_64:{checksum.hexdigest()}"):
+    if entry != _entry_of(path, snapshot, on_block):
         return None
     try:
         os.link(part.with_name(entry.name), path)

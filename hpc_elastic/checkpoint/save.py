@@ -219,7 +219,8 @@ class Save:
         self, folder: Path, snapshot: HostSnapshot, *, sync: bool, replaced: Path | None = None
     ) -> RankPart:
         def on_block(num_bytes: int) -> None:
-            self._num_written += num_bytes
+            if num_bytes:  # one thread writes
+                self._num_written += num_bytes
             self._raise_if_aborted()
 
         self._num_written = 0

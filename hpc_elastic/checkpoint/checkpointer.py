@@ -182,6 +182,8 @@ class Checkpointer:
         self._numbers = _numbers.setdefault(store.directory, itertools.count())
         if self._options.boundary:
             optimizer_steps.watch()
+        self._overwritten = set[str]()
+        """Tensors of the state in which a failed restore has left other numbers."""
         self._complete: tuple[object, int] = None, 0
         """The plan, and the number of optimizers that had stepped, when nothing was missing."""
         _open.add(self)
@@ -298,7 +300,7 @@ class Checkpointer:
 
         Raises:
             CheckpointCorruptError: there are checkpoints, but none verifies. To begin anew, move
-                them away.
+                them away. The state may have damaged numbers: it cannot be saved.
             CheckpointError: the checkpoint does not fit the state, or not this number of ranks;
                 the message names the key. The state may be filled in part.
         """
@@ -307,7 +309,9 @@ class Checkpointer:
         context = self._context
         group, accepted = self._group, self._options.accept_inexact
         ranks = RankStates(group.rank, group.world_size, accepted)
-        restorer = Restorer(context.store, group, ranks, context.damaged, self._memory)
+        restorer = Restorer(
+            context.store, group, ranks, context.damaged, self._memory, self._overwritten
+        )
         with reporting.busy():
             step = restorer.restore(self._state, self._options.strict, with_rng=self._options.rng)
         self._save = None
@@ -415,6 +419,9 @@ class Checkpointer:
         """
         if self._refusal is not None:
             raise self._refusal
+        if self._overwritten:
+            remedy = "load_latest() failed when it had changed this: begin with a new state"
+            raise InexactError("state", min(self._overwritten), remedy)
         if step > self._newest:
             self._newest, self._is_newest_own = step, True
             return False

@@ -2,8 +2,9 @@
 
 torch.distributed.checkpoint plans the place of each part of each stored box. It gets its
 metadata from our manifest, never from a pickle, and reads through `ManifestReader`, which serves
-`torch.distributed.checkpoint.load` as well. Only the bytes that are needed are read, straight into
-the tensor where that is contiguous in memory.
+`torch.distributed.checkpoint.load` as well. The bytes that are needed are read, straight into the
+tensor where that is contiguous in memory. The checksum of a file is compared on the way: threads
+read ahead, and the blocks are added up in their order.
 
 `state.Filling` calls, for each object of the state: `targets` (which tensors to fill: the present
 ones, or new ones for a fresh optimizer), then `read`.
@@ -12,6 +13,7 @@ ones, or new ones for a fresh optimizer), then `read`.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -34,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from hpc_elastic import tree_codec
-from hpc_elastic.checkpoint.manifest import Chunk, Manifest, TensorEntry
+from hpc_elastic.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
 from hpc_elastic.checkpoint.shard_file import ShardFile
 from hpc_elastic.checkpoint.sharding import dtype_name, dtype_of, local
 from hpc_elastic.checkpoint.store import read_manifest
@@ -42,17 +45,25 @@ from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
 
 BLOCK_BYTES = 16 << 20
 """Large pieces are read in blocks of this size, several at a time."""
+_GAP_BYTES = 1 << 20
+"""What no tensor gets is read in blocks of this size."""
 _MOST_THREADS = 4
 
 
-def read(manifest: Manifest, folder: Path, into: Mapping[str, torch.Tensor]) -> None:
+def read(
+    manifest: Manifest,
+    folder: Path,
+    into: Mapping[str, torch.Tensor],
+    verified: Sequence[FileEntry] = (),
+) -> None:
     """Fill tensors, by the manifest's names, from a checkpoint, in place (no communication).
 
-    They may be DTensors of any mesh. Raises CheckpointError if one is not in the checkpoint, or has
-    another shape or type there; CheckpointCorruptError, with tensors half filled, if a file is not
-    as the manifest describes.
+    They may be DTensors of any mesh. ``verified`` are files to read whole, and to compare with
+    their checksums on the way. Raises CheckpointError if a tensor is not in the checkpoint, or has
+    another shape or type there; CheckpointCorruptError, with tensors filled in part or with what is
+    damaged, if a file is not as the manifest describes.
     """
-    reader = ManifestReader(manifest, folder)
+    reader = ManifestReader(manifest, folder, verified)
     planner, plan = _plan(reader, manifest, into)
     with torch.no_grad():
         reader.read_data(plan, planner)
@@ -164,9 +175,12 @@ class ManifestReader(StorageReader):
         """Return a reader of a checkpoint's folder; CheckpointError without an intact manifest."""
         return cls(read_manifest(folder), folder)
 
-    def __init__(self, manifest: Manifest, folder: Path) -> None:
+    def __init__(
+        self, manifest: Manifest, folder: Path, verified: Sequence[FileEntry] = ()
+    ) -> None:
         self._manifest = manifest
         self._folder = folder
+        self._verified = verified
         self._chunks = {
             (fqn, chunk.offsets): chunk
             for fqn, entry in manifest.tensors.items()
@@ -188,13 +202,17 @@ class ManifestReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill what was planned; all is done when this returns."""
         with ExitStack() as stack:
-            names = sorted({self.chunk(item).file for item in plan.items})
+            names = {self.chunk(item).file for item in plan.items}
+            names |= {entry.name for entry in self._verified}
             files = {n: stack.enter_context(closing(ShardFile(self._folder / n))) for n in names}
+            sums = {entry.name: _Checksum(files[entry.name], entry) for entry in self._verified}
             pieces = [p for item in plan.items for p in self._pieces(item, files, planner)]
             pieces.sort(key=lambda piece: (piece.file.path, piece.offset))
-            threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-            with ThreadPoolExecutor(threads, thread_name_prefix="hpc-elastic-read") as pool:
-                list(pool.map(_Piece.read, pieces))
+            for piece, data in _read_ahead(pieces):
+                if piece.file.path.name in sums:
+                    sums[piece.file.path.name].add(data, piece.offset)
+            for checksum in sums.values():
+                checksum.compare()
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -309,20 +327,69 @@ class _Piece:
             yield replace(self, offset=self.offset + first * self.rows.num_bytes, target=target)
 
     @torch.no_grad()  # a setting of each thread
-    def read(self) -> None:
+    def read(self) -> memoryview:
+        """Fill the memory; return the bytes as they are in the file."""
         target = self.target
         in_order = target.is_contiguous() and not (target.is_conj() or target.is_neg())
         if self.rows.exact and target.device.type == "cpu" and in_order:
-            self.file.read_into(_bytes_of(target), self.offset)
-            return
+            data = _bytes_of(target)
+            self.file.read_into(data, self.offset)
+            return data
         count = target.shape[0]
         on_gpu = target.device.type == "cuda"
         size = (count, *self.inner)
         scratch = torch.empty(size, dtype=self.dtype, pin_memory=on_gpu, device="cpu")
-        self.file.read_into(_bytes_of(scratch), self.offset)
+        data = _bytes_of(scratch)
+        self.file.read_into(data, self.offset)
         for dim, start in enumerate(self.starts, start=1):
             scratch = scratch.narrow(dim, start, target.shape[dim])
         target.copy_(scratch)
+        return data
+
+
+def _read_ahead(pieces: Iterable[_Piece]) -> Iterator[tuple[_Piece, memoryview]]:
+    """Read pieces, several at a time; yield each with its bytes, in their order."""
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(threads, thread_name_prefix="hpc-elastic-read") as pool:
+        begun = deque[tuple[_Piece, Any]]()
+        for piece in pieces:
+            begun.append((piece, pool.submit(piece.read)))
+            if len(begun) > 2 * threads:
+                first, done = begun.popleft()
+                yield first, done.result()
+        for first, done in begun:
+            yield first, done.result()
+
+
+class _Checksum:
+    """The checksum of a file whose pieces are read in order; it reads what lies between them."""
+
+    def __init__(self, file: ShardFile, entry: FileEntry) -> None:
+        self._file, self._entry = file, entry
+        self._sum, self._end = xxhash.xxh3_64(), 0
+
+    def add(self, data: memoryview, offset: int) -> None:
+        """Add a piece; one that begins before the end of another is passed over."""
+        if offset >= self._end:
+            self._read_until(offset)
+            self._sum.update(data)
+            self._end = offset + len(data)
+
+    def compare(self) -> None:
+        """Read the rest; CheckpointCorruptError if the file is not the one that was written."""
+        self._read_until(self._entry.num_bytes)
+        if f"xxh3_64:{self._sum.hexdigest()}" != self._entry.checksum:
+            raise CheckpointCorruptError(
+                f"{self._file.path} was changed: its checksum does not match"
+            )
+
+    def _read_until(self, end: int) -> None:
+        scratch = memoryview(bytearray(max(0, min(_GAP_BYTES, end - self._end))))
+        while self._end < end:
+            part = scratch[: end - self._end]
+            self._file.read_into(part, self._end)
+            self._sum.update(part)
+            self._end += len(part)
 
 
 def _plan(

@@ -1,8 +1,13 @@
 """Restore: the newest checkpoint that verifies, chosen by all ranks together.
 
-Rank 0 names a step, every rank checks its share of the files, and one vote decides; so a shard is
-read by one rank only before it counts. Ranks that cannot see a file, or the folder, vote against
-it.
+Rank 0 names a step. Every rank looks at the sizes and headers of its share of the files, and a vote
+decides whether anything is touched. Then each fills its tensors in place, and compares the
+checksums of its share on the way, so that no byte is read twice. A second vote decides whether the
+objects load that. Else all ranks restore an earlier checkpoint over it, which has to fill all that
+was overwritten. Ranks that cannot see a file, or the folder, vote against it.
+
+A state that may have other keys than the checkpoint would keep what is damaged: there, all bytes
+are read once more, before the first vote.
 """
 
 from __future__ import annotations
@@ -11,14 +16,14 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic.checkpoint.collectives import RankGroup
 from hpc_elastic.checkpoint.generators import derive_generators, restore_generators
-from hpc_elastic.checkpoint.manifest import Manifest
+from hpc_elastic.checkpoint.manifest import FileEntry, Manifest
 from hpc_elastic.checkpoint.memory_tier import MemoryStore
 from hpc_elastic.checkpoint.state import Filling, RankStates
 from hpc_elastic.checkpoint.store import Store, directories_of, problems_of, read_manifest
@@ -137,6 +142,10 @@ def _restore_newest(
     return Restorer(store, group, ranks, set(), None).restore(state, False, with_rng=False)
 
 
+class _DamagedError(CheckpointCorruptError):
+    """A rank finds a checkpoint damaged; raised on every rank."""
+
+
 @dataclass(frozen=True)
 class Restorer:
     """Restores from one directory, and from near memory if there is a tier; all ranks make one."""
@@ -147,21 +156,47 @@ class Restorer:
     damaged: set[int]
     """Gets the steps that do not verify."""
     tier: MemoryStore | None
+    overwritten: set[str] = field(default_factory=set)
+    """Has the present tensors with numbers of a checkpoint that is not restored."""
 
     def restore(self, into: Mapping[str, Any], strict: bool, *, with_rng: bool) -> int | None:
         """Fill a state; see `Checkpointer.load_latest` (every rank; collective)."""
         tier, rank = self.tier, self.group.rank
         self.damaged.clear()
 
-        def needed(manifest: Manifest) -> set[str]:
-            return Filling.of(manifest, into, self.ranks, strict=strict).files()
+        def compare(manifest: Manifest) -> Filling:
+            filling = Filling.of(manifest, into, self.ranks, strict=strict)
+            if lost := sorted(self.overwritten - filling.into.keys()):
+                raise CheckpointError(
+                    f"{lost[0]} has numbers of a damaged checkpoint (steps {sorted(self.damaged)}),"
+                    f" and is not in that of step {manifest.step}: move the damaged ones away"
+                )
+            return filling
+
+        def fill(manifest: Manifest, folder: Path, verified: Sequence[FileEntry]) -> None:
+            with self._vote(folder):
+                filling = compare(manifest)
+                self.overwritten.update(filling.into.keys() & filling.present.tensors.keys())
+                filling.read(folder, verified)
+            with self._vote(folder):
+                filling.load()
+            self.overwritten.clear()
 
         for step, is_near in self._candidates():
-            found = tier.gather(step, needed) if tier and is_near else self._find_stored(step)
-            if found is None:
+            verified: Sequence[FileEntry] = ()
+            try:
+                if tier and is_near:
+                    found = tier.gather(step, lambda manifest: compare(manifest).files())
+                    if found is None:
+                        continue
+                    folder, manifest = found
+                else:
+                    folder, manifest, verified = self._find_stored(step, at_once=not strict)
+                fill(manifest, folder, verified)
+            except _DamagedError as e:
+                _log.warning("%s", e)
+                self.damaged.add(step)
                 continue
-            folder, manifest = found
-            self._load(manifest, folder, into, strict)
             if with_rng:
                 mine = manifest.rank_values.get(rank, {}).get("rng")
                 first = manifest.rank_values.get(0, {}).get("rng")
@@ -190,24 +225,22 @@ class Restorer:
         found = [*((step, False) for step in stored), *((step, True) for step in near)]
         return sorted(found, key=lambda candidate: -candidate[0])
 
-    def _find_stored(self, step: int) -> tuple[Path, Manifest] | None:
-        """Return a checkpoint if all ranks, each with a share of its files, find it good."""
-        folder, problems = self.store.stored(step), []
-        manifest: Manifest | None = None
-        try:
+    def _find_stored(
+        self, step: int, *, at_once: bool
+    ) -> tuple[Path, Manifest, Sequence[FileEntry]]:
+        """Return a checkpoint that all ranks find whole, and what they verify as they read it.
+
+        Each rank has a share of the files, the ones that it reads under the same world size.
+        ``at_once``: compare their checksums now.
+        """
+        folder = self.store.stored(step)
+        with self._vote(folder):
             manifest = self._read_manifest(folder)
-            share = manifest.files[self.group.rank :: self.group.world_size]
-            problems = problems_of(folder, manifest, share)
-        except CheckpointError as e:
-            problems = [str(e)]
-        for problem in problems:
-            _log.warning("%s", problem)
-        if self.group.all_agree(not problems):
-            assert manifest is not None
-            return folder, manifest
-        _log.warning("%s is passed over: it does not verify on every rank", folder)
-        self.damaged.add(step)
-        return None
+            files, rank, num_ranks = manifest.files, self.group.rank, self.group.world_size
+            share = files[len(files) * rank // num_ranks : len(files) * (rank + 1) // num_ranks]
+            for problem in problems_of(folder, manifest, share, contents=at_once):
+                raise CheckpointCorruptError(problem)
+        return folder, manifest, () if at_once else share
 
     def _read_manifest(self, folder: Path) -> Manifest:
         """Read the manifest of a checkpoint that rank 0 sees; another node may see it later."""
@@ -218,18 +251,27 @@ class Restorer:
             self.store.steps()  # opening a directory makes a client of NFS ask the server
         return read_manifest(folder)
 
-    def _load(
-        self, manifest: Manifest, folder: Path, into: Mapping[str, Any], strict: bool
-    ) -> None:
-        error: CheckpointError | None = None
+    @contextlib.contextmanager
+    def _vote(self, folder: Path) -> Iterator[None]:
+        """Let all ranks go on, or none (collective).
+
+        Raises _DamagedError if a rank finds the checkpoint damaged, else what failed.
+        """
+        failed, is_damaged = None, False
         try:
-            Filling.of(manifest, into, self.ranks, strict=strict).load(folder)
+            yield
+        except (CheckpointCorruptError, CheckpointNotFoundError) as e:
+            _log.warning("%s", e)  # and not kept: its traceback has the tensors
+            is_damaged = True
         except CheckpointError as e:
-            error = e
+            failed = e
         except Exception as e:  # whatever it is: the other ranks wait for the vote
-            error = CheckpointError(f"{folder} cannot be restored: {e!r}")
-            error.__cause__ = e
-        if not self.group.all_agree(error is None):
-            raise error or CheckpointError(
+            failed = CheckpointError(f"{folder} cannot be restored: {e!r}")
+            failed.__cause__ = e
+        votes = self.group.gather([int(is_damaged), int(failed is not None)])
+        if any(damaged for damaged, _ in votes):
+            raise _DamagedError(f"{folder} is passed over: it does not verify on every rank")
+        if any(has_failed for _, has_failed in votes):
+            raise failed or CheckpointError(
                 f"another rank could not restore {folder}; its log has the reason"
             )

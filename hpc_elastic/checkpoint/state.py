@@ -27,7 +27,7 @@ import logging
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpc_elastic import tree_codec
 from hpc_elastic.checkpoint import resharding
-from hpc_elastic.checkpoint.manifest import OWN_KINDS, Manifest
+from hpc_elastic.checkpoint.manifest import OWN_KINDS, FileEntry, Manifest
 from hpc_elastic.checkpoint.sharding import SPREAD_FROM_BYTES, local
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, ConfigError, InexactError
 
@@ -190,6 +190,8 @@ class Filling:
     """The same, as they are read: of a tensor that this rank has for itself, what is in memory."""
     manifest: Manifest
     """Of the checkpoint, as this rank has it."""
+    spare: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What is read of a tensor that is one with another now."""
 
     @classmethod
     def of(
@@ -236,16 +238,18 @@ class Filling:
         return cls(items, trees, present, wanted, into, mine)
 
     def files(self) -> set[str]:
-        """Return the files that `load` reads on this rank."""
+        """Return the files that `read` reads on this rank."""
         return resharding.files_needed(self.manifest, self.into)
 
-    def load(self, folder: Path) -> None:
-        """Fill the state in place (no communication); an error may leave it half filled."""
-        twins = _twins(self.into)
-        spare = {name: torch.empty_like(self.into[name]) for name in twins}
-        resharding.read(self.manifest, folder, {**self.into, **spare})
-        for name, twin in twins.items():
-            if not torch.equal(_bits(spare[name]), _bits(self.into[twin])):
+    def read(self, folder: Path, verified: Sequence[FileEntry]) -> None:
+        """Fill the tensors in place (no communication); see `resharding.read`."""
+        self.spare.update({name: torch.empty_like(self.into[name]) for name in _twins(self.into)})
+        resharding.read(self.manifest, folder, {**self.into, **self.spare}, verified)
+
+    def load(self) -> None:
+        """Let the objects load what was read; an error may leave the state half filled."""
+        for name, twin in _twins(self.into).items():
+            if not torch.equal(_bits(self.spare[name]), _bits(self.into[twin])):
                 raise CheckpointError(
                     f"{name} and {twin} are one tensor now, but have different numbers in the "
                     f"checkpoint of step {self.manifest.step}: make the model as it was saved, "

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from disks import full, mounted, read_only
 from group import eventually
 from savers import (
@@ -22,7 +23,7 @@ from savers import (
     save_at,
 )
 
-from hpc_elastic.checkpoint import restore
+from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions, restore
 from hpc_elastic.checkpoint.owner import Owner, tag
 from hpc_elastic.checkpoint.store import Store, file_problem, read_manifest, verify_checkpoint
 from hpc_elastic.errors import (
@@ -87,6 +88,39 @@ def test_all_damaged_is_an_error_and_not_a_new_beginning(tmp_path):
         flip_a_bit(tmp_path / f"step-{step:08d}" / "shard-0.safetensors")
     with pytest.raises(CheckpointCorruptError, match=r"\[1, 2\].*move them away"):
         restored(tmp_path)
+
+
+def ones(*names: str) -> dict[str, torch.Tensor]:
+    """Return a few tensors."""
+    return {name: torch.ones(5000) for name in names}
+
+
+def save_two(folder: Path, *states: dict[str, dict[str, torch.Tensor]]) -> None:
+    """Save two states as steps 1 and 2, and damage the last number of the second."""
+    for step, state in enumerate(states, 1):
+        with Checkpointer(state, folder) as c:
+            c.save(step)
+    shard = folder / "step-00000002" / "shard-0.safetensors"
+    flip_a_bit(shard, 8 * shard.stat().st_size - 1)
+
+
+def test_numbers_of_a_damaged_checkpoint_stay_in_no_tensor(tmp_path):
+    """They are there once the damage shows, and the earlier checkpoint lacks one of the tensors."""
+    save_two(tmp_path, {"d": ones("v")}, {"d": ones("v", "w")})
+    c = Checkpointer({"d": ones("v", "w")}, tmp_path)
+    with pytest.raises(CheckpointError, match=r"d/w has .*\(steps \[2\]\).* step 1: move"):
+        c.load_latest()
+    with pytest.raises(ConfigError, match=r"state=.*d/v.*begin with a new state"):
+        c.save(3)
+
+
+def test_where_keys_may_differ_a_damaged_checkpoint_is_verified_first(tmp_path):
+    """What the earlier one lacks is left alone."""
+    save_two(tmp_path, {"v": ones("t")}, {"v": ones("t"), "ema": ones("t")})
+    state = {"v": {"t": torch.zeros(5000)}, "ema": {"t": torch.zeros(5000)}}
+    c = Checkpointer(state, tmp_path, options=CheckpointOptions(strict=False))
+    assert c.load_latest() == 1
+    assert (state["v"]["t"].sum(), state["ema"]["t"].sum()) == (5000, 0)
 
 
 def test_the_last_good_one_is_never_removed(tmp_path):

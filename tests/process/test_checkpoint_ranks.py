@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
 from group import eventually
-from savers import names_in
+from savers import flip_a_bit, names_in
 from scarcity import no_thread
 from torch import nn
 
@@ -262,6 +262,38 @@ def restore_or_say(rank: int, folder: Path) -> str:
         return str(restore(rank, folder)[0])
     except CheckpointError as e:
         return type(e).__name__
+
+
+def bytes_read() -> int:
+    """Return how many bytes this process has read so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def read_twice(rank: int, folder: Path) -> tuple[int, Any, Any]:
+    """Restore a good checkpoint, and then with a damaged shard of rank 1; return what was read."""
+    state = {f"w{i}": torch.zeros(1 << 18) for i in range(8)}
+    c = Checkpointer({"state": state}, folder, options=CheckpointOptions(asynchronous=False))
+    for step in (1, 2):
+        for tensor in state.values():
+            tensor.fill_(step)
+        assert c.save(step)
+    before = bytes_read()
+    assert c.load_latest() == 2
+    num_bytes = bytes_read() - before
+    dist.barrier()
+    shard = folder / "step-00000002" / "shard-1.safetensors"
+    if rank == 0:
+        flip_a_bit(shard, 8 * shard.stat().st_size - 1)
+    dist.barrier()
+    return num_bytes, c.load_latest(), {float(x) for t in state.values() for x in t.unique()}
+
+
+def test_a_restore_reads_each_byte_once_and_an_older_one_covers_what_is_damaged(tmp_path):
+    """Each rank reads the whole, and compares the checksum of its share of that on the way."""
+    found = run_ranks(read_twice, 2, tmp_path)
+    size = sum(file.num_bytes for file in read_manifest(tmp_path / "step-00000001").files)
+    assert all(size <= num_bytes < 1.05 * size for num_bytes, _, _ in found)
+    assert [outcome[1:] for outcome in found] == [(1, {1.0}), (1, {1.0})]
 
 
 @pytest.mark.long

@@ -142,10 +142,6 @@ def _restore_newest(
     return Restorer(store, group, ranks, set(), None).restore(state, False, with_rng=False)
 
 
-class _DamagedError(CheckpointCorruptError):
-    """A rank finds a checkpoint damaged; raised on every rank."""
-
-
 @dataclass(frozen=True)
 class Restorer:
     """Restores from one directory, and from near memory if there is a tier; all ranks make one."""
@@ -193,7 +189,7 @@ class Restorer:
                 else:
                     folder, manifest, verified = self._find_stored(step, at_once=not strict)
                 fill(manifest, folder, verified)
-            except _DamagedError as e:
+            except CheckpointCorruptError as e:  # on every rank
                 _log.warning("%s", e)
                 self.damaged.add(step)
                 continue
@@ -255,7 +251,7 @@ class Restorer:
     def _vote(self, folder: Path) -> Iterator[None]:
         """Let all ranks go on, or none (collective).
 
-        Raises _DamagedError if a rank finds the checkpoint damaged, else what failed.
+        Raises CheckpointCorruptError if a rank finds the checkpoint damaged, else what failed.
         """
         failed, is_damaged = None, False
         try:
@@ -270,7 +266,8 @@ class Restorer:
             failed.__cause__ = e
         votes = self.group.gather([int(is_damaged), int(failed is not None)])
         if any(damaged for damaged, _ in votes):
-            raise _DamagedError(f"{folder} is passed over: it does not verify on every rank")
+            why = "it does not verify on every rank"
+            raise CheckpointCorruptError(f"{folder} is passed over: {why}")
         if any(has_failed for _, has_failed in votes):
             raise failed or CheckpointError(
                 f"another rank could not restore {folder}; its log has the reason"

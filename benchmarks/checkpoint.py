@@ -83,11 +83,9 @@ def measure(name: str, way: Way, folder: Path, times: Times, *, keep: bool) -> N
     blocked = way.save(folder / name)
     total = time.perf_counter() - begin
     restored = restores(lambda: way.restore(folder / name), folder)
-    if not keep:
-        times[name, "first blocked"] = [blocked]
-    else:
-        for what, seconds in zip(COLUMNS, (blocked, total, *restored), strict=True):
-            times.setdefault((name, what), []).append(seconds)
+    columns = COLUMNS if keep else ("first blocked",)
+    for what, seconds in zip(columns, (blocked, total, *restored), strict=False):
+        times.setdefault((name, what), []).append(seconds)
 
 
 def restores(restore: Callable[[], object], folder: Path) -> tuple[float, float]:
@@ -180,10 +178,9 @@ def ratios(times: Times) -> Iterator[tuple[str, float, float | None]]:
         return cost("ours", what) / cost(floor, what)
 
     yield "blocked / memmove", ours("blocked", MEMCPY), 1.3
-    first = cost("ours", "first blocked") / cost(MEMCPY, "blocked")
-    yield "blocked by the first save, at once / memmove", first, 1.3
-    threads = torch.get_num_threads()
-    yield f"blocked / torch's copy ({threads} threads)", ours("blocked", TORCH_COPY), None
+    yield "first save / memmove", cost("ours", "first blocked") / cost(MEMCPY, "blocked"), 1.3
+    copy = f"torch's copy ({torch.get_num_threads()} threads)"
+    yield f"blocked / {copy}", ours("blocked", TORCH_COPY), None
     if dcp := [name for name, what in times if "DCP" in name and what == "blocked"]:
         best = min(dcp, key=lambda name: cost(name, "blocked"))
         yield f"blocked / {best}", ours("blocked", best), 1.0

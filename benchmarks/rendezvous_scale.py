@@ -15,6 +15,7 @@ import json
 import math
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -37,10 +38,10 @@ ABOUT = About(
     title="Rendezvous of N agents",
     measured='From "all agents go", before they connect, until the last of N has its rank, over '
     'real sockets of 127.0.0.1; "again" is the next round, after one of them was lost and came '
-    "back. Of ours the leader is one process and all agents another; of torch's c10d there are "
-    "threads in four processes and a TCPStore (libuv) in one of its own. Messages and bytes are "
-    "both ways, per agent, until the last has its rank. The exponent is the slope of log time over "
-    "log N.",
+    "back; quiet is the leader's share of a core by heartbeats alone, for 5 s between the two. Of "
+    "ours the leader is one process and all agents another; of torch's c10d there are threads in "
+    "four processes and a TCPStore (libuv) in one of its own. Messages and bytes are both ways, "
+    "per agent, until the last has its rank. The exponent is the slope of log time over log N.",
     does_not_show=(
         "A network: neither latency, nor loss, nor the connections that a node's kernel or a "
         "switch can take. All agents of ours share one core and the leader has the other.",
@@ -59,6 +60,8 @@ class Ours:
     again: agents.Reached
     leader_cpu_s: float
     """Processor seconds of the leader for the first round."""
+    quiet_ratio: float
+    """Share of a core that it takes while agents only send heartbeats."""
 
 
 def measure(size: int) -> Ours:
@@ -71,7 +74,11 @@ def measure(size: int) -> Ours:
         before = _cpu_s(leader)
         first = _reach(group)
         cpu_s = _cpu_s(leader) - before
-        return Ours(first, _reach(group), cpu_s)
+        time.sleep(2.0)  # the entry is appended, and all workers would have started
+        before, since = _cpu_s(leader), time.monotonic()
+        time.sleep(5.0)
+        quiet_ratio = (_cpu_s(leader) - before) / (time.monotonic() - since)
+        return Ours(first, _reach(group), cpu_s, quiet_ratio)
 
 
 def _cpu_s(leader: Connection) -> float:
@@ -107,6 +114,7 @@ def measure_all(given: argparse.Namespace) -> tuple[dict[int, list[Ours]], Peers
 def result(ours: Mapping[int, Sequence[Ours]], peers: Peers, given: argparse.Namespace) -> Result:
     columns = (
         Column("N"), Column("ours, s", ".3f"), Column("leader's CPU, s", ".3f"),
+        Column("quiet", ".3f"),
         Column("messages/agent", ".2f"), Column("bytes/agent", ".0f"),
         Column("tries/agent", ".2f"), Column("again, s", ".3f"), Column("c10d, s", ".3f"),
         Column("messages/agent", ".0f"), Column("bytes/agent", ".0f"), Column("c10d / ours", ".0f"),
@@ -126,11 +134,12 @@ def result(ours: Mapping[int, Sequence[Ours]], peers: Peers, given: argparse.Nam
 
 def _our_cells(n: int, measured: Sequence[Ours]) -> list[Cell]:
     if not measured:
-        return [f"> {PATIENCE_S:g}", *[""] * 5]
+        return [f"> {PATIENCE_S:g}", *[""] * 6]
     first = [m.first for m in measured]
     return [
         figure([r.wall_s for r in first]),
         _middle([m.leader_cpu_s for m in measured]),
+        _middle([m.quiet_ratio for m in measured]),
         _middle([r.messages / n for r in first]),
         _middle([(r.sent_bytes + r.received_bytes) / n for r in first]),
         _middle([r.tries / n for r in first]),

@@ -65,7 +65,7 @@ async def _lead(pipe: Connection, size: int, folder: Path) -> None:
     context = _context(size, folder)
     listener = Listener(ADDRESS)
     entry = _claim(context.log, listener.port)
-    leader = Leader(context, entry, listener)
+    leader = Leader(context, member(0), entry, listener)
     leader.lead()
     over = asyncio.Event()
     asyncio.get_running_loop().add_reader(pipe.fileno(), _tell_cpu, pipe, over)

@@ -55,6 +55,7 @@ from typing import Any
 
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.transport import messages
+from hpc_elastic.transport.auth import text_of
 from hpc_elastic.transport.messages import Json, json_form, pack, read_values, table_of
 
 TERM_SHIFT = 20
@@ -397,12 +398,9 @@ def to_frame(message: Message) -> Json:
     return {"type": "ft", "message": pack(message)}
 
 
-_to_json = json.JSONEncoder(separators=(",", ":")).encode
-
-
 def to_line(message: Message) -> bytes:
     """Return the line that carries a message between a worker and its server."""
-    return _to_json(pack(message)).encode() + b"\n"
+    return text_of(pack(message)) + b"\n"
 
 
 class LineReader:

@@ -34,6 +34,7 @@ from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.shared_files import Mount, carried_out
 from hpc_elastic.site import OptionalCalls, QueueAdvice, QueuePolicy, QueueQuestion
 from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.transport.auth import text_of
 from hpc_elastic.transport.connection import Listener, ServerConnection
 from hpc_elastic.transport.messages import pack, read_fields, unpack
 
@@ -177,10 +178,10 @@ class Leader:
         task.add_done_callback(lambda _: duty.close())  # cancelled before its first step
         return task
 
-    @contextlib.contextmanager
-    def _fail_on_error(self) -> Iterator[None]:
+    def _handle(self, event: Callable[..., list[effects.Effect]], *args: object) -> None:
+        """Pass an event of a connection to the state, whose error ends the term."""
         try:
-            yield
+            self._term.handle(event, *args)
         except Exception as e:
             self._fail(e)
 
@@ -215,8 +216,7 @@ class Leader:
     def on_connect(self, connection: ServerConnection, hello: dict[str, Any]) -> None:
         """See `ConnectionOwner`."""
         agent = read_fields(Agent, hello)
-        with self._fail_on_error():
-            self._term.handle(self._state.connected, agent, time.monotonic())
+        self._handle(self._state.connected, agent, time.monotonic())
         self._agents[agent] = connection
         self._names[connection] = agent
 
@@ -227,8 +227,7 @@ class Leader:
             return  # the agent has another connection by now
         unpacked = unpack(message, messages.TO_LEADER, time.time())
         if unpacked is not None:
-            with self._fail_on_error():
-                self._term.handle(self._state.received, agent, unpacked, time.monotonic())
+            self._handle(self._state.received, agent, unpacked, time.monotonic())
 
     def on_disconnect(self, connection: ServerConnection, reason: str) -> None:
         """See `ConnectionOwner`."""
@@ -238,15 +237,14 @@ class Leader:
         _log.info("the connection to %s ended: %s", agent.task, reason)
         if self._agents.get(agent) is connection:
             self._disconnect(agent, reason)
-            with self._fail_on_error():
-                now, why = time.monotonic(), LossReason.CONNECTION_CLOSED
-                self._term.handle(self._state.disconnected, agent, why, now)
+            now, why = time.monotonic(), LossReason.CONNECTION_CLOSED
+            self._handle(self._state.disconnected, agent, why, now)
 
     def _send(self, agents: Iterable[Agent], message: messages.RunMessage) -> None:
-        packed = pack(message, time.time())
-        for agent in agents:
-            if agent in self._agents and not self._term.is_over:
-                self._agents[agent].send(packed)
+        text = text_of(pack(message, time.time()))
+        for connection in map(self._agents.get, agents):
+            if connection is not None and not self._term.is_over:
+                connection.send(text)
 
     def _disconnect(self, agent: Agent, reason: str) -> None:
         connection = self._agents.pop(agent, None)

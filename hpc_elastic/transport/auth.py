@@ -33,6 +33,7 @@ HANDSHAKE_TIMEOUT_S = 5.0
 NONCE_BYTES = 16
 _MAC_BYTES = 16
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
+_from_json = json.JSONDecoder().raw_decode
 
 Side = Literal["client", "server"]
 
@@ -61,6 +62,11 @@ def session_key(secret: bytes, context: object, server_nonce: str, client_nonce:
     return bytes.fromhex(sign(secret, f"session|{context}|{server_nonce}|{client_nonce}"))
 
 
+def text_of(message: dict[str, Any]) -> bytes:
+    """Return the text of a message, which several connections can seal."""
+    return _to_json(message).encode()
+
+
 @dataclass
 class FrameSigner:
     """One side of a connection: signs what it sends, checks what it receives, in sequence."""
@@ -71,12 +77,16 @@ class FrameSigner:
     sent: int = 0
     received: int = 0
 
-    def seal(self, message: dict[str, Any]) -> bytes:
-        """Return the message as one signed line; raise ValueError if it exceeds ``max_bytes``."""
-        body = _to_json(message)
-        mac = self._mac(self.me, self.sent, body)
+    def __post_init__(self) -> None:
+        """Begin the hash of every frame with the key."""
+        self._keyed = hashlib.blake2s(key=self.key, digest_size=_MAC_BYTES)
+        self._peer: Side = "server" if self.me == "client" else "client"
+
+    def seal(self, message: dict[str, Any] | bytes) -> bytes:
+        """Return the message, or its text, as one signed line; ValueError beyond ``max_bytes``."""
+        body = message if isinstance(message, bytes) else text_of(message)
+        frame = b"%b %b\n" % (self._mac(self.me, self.sent, body), body)
         self.sent += 1
-        frame = f"{mac} {body}\n".encode()
         if len(frame) > self.max_bytes:
             raise ValueError(f"a message of {len(frame)} bytes exceeds {self.max_bytes}")
         return frame
@@ -87,20 +97,20 @@ class FrameSigner:
         Raises AuthenticationError if it is not signed with the key of this connection, is replayed,
         or is no JSON object.
         """
-        peer: Side = "server" if self.me == "client" else "client"
-        mac, _, body = frame.decode(errors="replace").rstrip("\n").partition(" ")
-        expected = self._mac(peer, self.received, body)
-        if not hmac.compare_digest(mac.encode(errors="replace"), expected.encode()):
+        mac, _, body = frame.rstrip(b"\n").partition(b" ")
+        if not hmac.compare_digest(mac, self._mac(self._peer, self.received, body)):
             raise AuthenticationError("signature does not match")
         self.received += 1
-        message = json.loads(body)
-        if not isinstance(message, dict):
+        message, end = _from_json(text := body.decode())
+        if not isinstance(message, dict) or end != len(text):
             raise AuthenticationError("not an object")
         return message
 
-    def _mac(self, side: Side, number: int, body: str) -> str:
-        signed = f"{side}|{number}|{body}".encode()
-        return hashlib.blake2s(signed, key=self.key, digest_size=_MAC_BYTES).hexdigest()
+    def _mac(self, side: Side, number: int, body: bytes) -> bytes:
+        keyed = self._keyed.copy()
+        keyed.update(f"{side}|{number}|".encode())
+        keyed.update(body)
+        return keyed.hexdigest().encode()
 
 
 WELCOME = {"type": "welcome"}
@@ -115,7 +125,7 @@ class ServerHandshake:
         """Set once `read` has returned the hello."""
         self._key_of = partial(session_key, secret, context, nonce := new_nonce())
         self._unproved: FrameSigner | None = None
-        self.greeting = _to_json({"nonce": nonce}).encode() + b"\n"
+        self.greeting = text_of({"nonce": nonce}) + b"\n"
 
     def read(self, line: bytes) -> dict[str, Any] | None:
         """Return the client's hello, which proves that it holds the secret; None for its nonce.

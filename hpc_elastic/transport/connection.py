@@ -174,8 +174,8 @@ class ServerConnection(asyncio.BufferedProtocol):
         """Whether the peer has proved that it holds the secret."""
         return self._signer is not None
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Queue a message; `ConnectionOwner.on_disconnect` reports the connection's end."""
+    def send(self, message: dict[str, Any] | bytes) -> None:
+        """Queue a message, or its text; `ConnectionOwner.on_disconnect` reports the end."""
         if self._ending is None:
             assert self._transport is not None and self._signer is not None
             self._transport.write(self._signer.seal(message))

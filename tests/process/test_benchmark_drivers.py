@@ -92,7 +92,7 @@ def test_rendezvous_that_was_given_up_is_no_figure():
     scale = driver("rendezvous_scale")
     reached = scale.agents.Reached(**{"wall_s": 0.1, "messages": 6, "sent_bytes": 100,
                                       "received_bytes": 156, "tries": 256})  # fmt: skip
-    ours = {256: [scale.Ours(reached, reached, 0.05)], 10_000: []}
+    ours = {256: [scale.Ours(reached, reached, 0.05, 0.01)], 10_000: []}
     peers = {256: [None], 10_000: []}
     made = scale.result(ours, peers, Namespace(peer_limit_s=300.0, repeats=1))
     first, second = made.tables[0].texts()

@@ -17,7 +17,7 @@ from hpc_elastic.transport.auth import (
     session_key,
     sign,
 )
-from hpc_elastic.transport.connection import ServerConnection
+from hpc_elastic.transport.connection import CONNECTION_ERRORS, ServerConnection
 
 
 def pair(secret: bytes = b"s", other: bytes = b"s") -> tuple[FrameSigner, FrameSigner]:
@@ -64,6 +64,26 @@ def test_garbage_is_refused(garbage):
     _, server = pair()
     with pytest.raises(AuthenticationError):
         server.open(garbage)
+
+
+def test_the_bytes_of_a_frame_stay_as_they_are():
+    """Agents of two versions meet after an upgrade in a running job."""
+    client, server = pair()
+    message = {"type": "heartbeat", "loss": float("inf"), "host": "é"}
+    frame = client.seal(message)
+    assert frame == (
+        b'930a2790d526757682b3c73d2dbb16f8 {"type":"heartbeat","loss":Infinity,"host":"\\u00e9"}\n'
+    )
+    assert server.open(frame) == message
+    assert client.seal(b'{"type":"join"}') == b'6657256e34f1407bbef0cf77b6935529 {"type":"join"}\n'
+
+
+@pytest.mark.parametrize("body", [b'{"a":1} {}', b'{"a":1}x', b"{", b"", b"\xff", b"NaN"])
+def test_a_signed_text_that_is_no_message_ends_the_connection(body):
+    """The error is one by which a connection ends."""
+    client, server = pair()
+    with pytest.raises(CONNECTION_ERRORS):
+        server.open(client.seal(body))
 
 
 def test_what_is_no_object_is_refused():

@@ -33,8 +33,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +47,7 @@ from hpc_elastic.data.epoch_plan import SamplePosition
 from hpc_elastic.data.ledger import FOLDER, LedgerSegment, Name, Span, TrainingEnd, parse_record
 from hpc_elastic.errors import DamagedFileError, HpcElasticError, RunDirectoryError
 from hpc_elastic.run.directory import RunDir
-from hpc_elastic.shared_files import lines_in, parse_json, read_json
+from hpc_elastic.shared_files import lines_in, names_in, parse_json, read_json
 
 Spans = NDArray[np.int64]
 """Rows of (step, num_steps, epoch, start, stride, size), as `ledger.Span`."""
@@ -56,6 +58,8 @@ _MOST = 10_000_000
 _MOST_RANKS = 1 << 20
 _LARGEST = 1 << 62
 _NO_SPANS: Spans = np.zeros((0, 6), dtype=np.int64)
+_TRIES, _RETRY_S = 5, 0.5
+"""The begin of a round may disturb a reading."""
 _FILE = re.compile(r"(?P<name>[\w-]+)\.(entry-\d+\.rank-\d+|replica-[0-9a-f]+)\.jsonl")
 
 
@@ -397,15 +401,30 @@ class SamplerHistory:
 def read(folder: Path) -> dict[str, SamplerHistory]:
     """Read the ledger of a run, by the sampler's name.
 
-    A last line that is cut off because its writer was killed is ignored. Raises RunDirectoryError
-    if there is no ledger, or a line is damaged.
+    A last line that is cut off because its writer was killed is ignored. A file may be renamed
+    meanwhile (`ledger`), so the names are listed again afterwards, and all is read again if they
+    differ. Raises RunDirectoryError if there is no ledger, or a line is damaged.
     """
+    found = None
+    for _ in range(_TRIES):
+        names = names_in(folder)
+        with suppress(FileNotFoundError):
+            found = _read_files(folder, names)
+            if names == names_in(folder):
+                break
+        time.sleep(_RETRY_S)
+    if not found:
+        remedy = "it is written by runs whose script trains with an ElasticSampler"
+        raise RunDirectoryError(f"{folder.parent} has no ledger: {remedy}")
+    return found
+
+
+def _read_files(folder: Path, names: Iterable[str]) -> dict[str, SamplerHistory]:
+    """Return the ledger in these files; FileNotFoundError if one has been renamed."""
     found: dict[str, SamplerHistory] = {}
-    for path in sorted(folder.glob("*.jsonl")):
-        if not (m := _FILE.fullmatch(path.name)):
-            continue
+    for m in filter(None, map(_FILE.fullmatch, sorted(names))):
         record = found.setdefault(m["name"], SamplerHistory())
-        stretches, ends = _read_file(path)
+        stretches, ends = _read_file(folder / m[0])
         record.ends.extend(ends)
         for head, spans in stretches:
             group = record.groups.setdefault(head.stretch, LedgerGroup())
@@ -413,9 +432,6 @@ def read(folder: Path) -> dict[str, SamplerHistory]:
             known = group.spans.get(head.rank)
             if known is None or _last_step(spans) > _last_step(known):
                 group.heads[head.rank], group.spans[head.rank] = head, spans
-    if not found:
-        remedy = "it is written by runs whose script trains with an ElasticSampler"
-        raise RunDirectoryError(f"{folder.parent} has no ledger: {remedy}")
     return found
 
 

@@ -5,7 +5,10 @@
 
 ``name`` is the sampler's, n the index of the log entry that formed the worker group (`fencing`), r
 the rank. The token identifies a replica process, which lives on when the group changes. So each
-file has one writer, once. The lines:
+file has one writer. A worker takes over the file of the last process in its place on its node, once
+that is dead: it renames the file to its own name, and writes on. So the rounds of a run leave a few
+files for each worker of an attempt, and not one for each round. A reader that lists the folder
+meanwhile lists it again (`audit.read`). The lines:
 
     {"ledger": 2, "name": ...}                             a stretch begins: see `LedgerSegment`
     [step, num_steps, epoch, start, stride, count]         `num_steps` steps from `step` on: the
@@ -183,11 +186,14 @@ class Span(NamedTuple):
 class Ledger:
     """The file of one rank; lines that cannot be written are kept for the next flush.
 
-    Raises ConfigError if the file exists: another sampler of this group has the same name and rank.
+    ``mark`` is a file of this node with the last file in this place and its writer: it outlives the
+    process, but not the agent. Raises ConfigError if the file exists: another sampler of this group
+    has the same name and rank.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, mark: Path | None = None) -> None:
+        self._path, self._mark = path, mark
+        self._is_created = False
         self._buffer = b""
         self._span: Span | None = None
         self._flushed_at = time.monotonic()
@@ -242,10 +248,15 @@ class Ledger:
             self._span = None
 
     def _open(self) -> None:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
         try:
             make_folder(self._path.parent)
-            self._file = os.open(self._path, flags, 0o644)
+            if not self._is_created:  # fails if another process has this name
+                os.close(os.open(self._path, flags | os.O_CREAT | os.O_EXCL, 0o644))
+                self._is_created = True
+            if self._mark is not None:
+                self._take_over(self._mark)
+            self._file = os.open(self._path, flags)
         except FileExistsError:
             raise ConfigError(
                 "name",
@@ -256,10 +267,33 @@ class Ledger:
         except OSError as e:
             _log.warning("%s: not opened for now: %s", self._path, e)
 
+    def _take_over(self, mark: Path) -> None:
+        """Put the last file of this place where the own one is, still empty."""
+        before = _left_file(mark, self._path)
+        if before is not None:
+            with contextlib.suppress(FileNotFoundError):  # the reply to an earlier try was lost
+                before.rename(self._path)
+        with contextlib.suppress(OSError):
+            mark.write_text(f"{self._path.name}/{os.getpid()}")
+
     def _sync(self) -> None:
         if self._file is not None:
             with contextlib.suppress(OSError):  # a file system without sync
                 os.fdatasync(self._file)
+
+
+def _left_file(mark: Path, own: Path) -> Path | None:
+    """Return the file that the last process in this place has left; None if it is not usable.
+
+    It is if its writer is dead, and its last line is whole.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        name, pid = mark.read_text().split("/")
+        with own.with_name(name).open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            if name != own.name and file.read() == b"\n" and not Path("/proc", pid).exists():
+                return own.with_name(name)
+    return None
 
 
 Name = tuple[int, int]
@@ -413,10 +447,12 @@ class LedgerWriter:
     def _open_ledger(self) -> Ledger:
         assert self._origin is not None
         if self.ledger is None:
-            writer = f"entry-{self._origin.index}.rank-{self._group()[0]}"
+            writer, mark = f"entry-{self._origin.index}.rank-{self._group()[0]}", None
             if self._is_replica:
                 writer = f"replica-{PROCESS_TOKEN}"
-            self.ledger = Ledger(self._origin.folder / f"{self.name}.{writer}.jsonl")
+            elif (page := reporting.own_page()) is not None:
+                mark = page.path.with_name(f"ledger.{page.path.name}.{self.name}")
+            self.ledger = Ledger(self._origin.folder / f"{self.name}.{writer}.jsonl", mark)
         return self.ledger
 
     def _begin_stretch(

@@ -107,6 +107,7 @@ class SharedPage:
     """One worker's page, seen from either side."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         with path.open("r+b") as f:
             page = memoryview(mmap.mmap(f.fileno(), _SIZE))
         self._numbers = page.cast("q")  # one item is read and written in one piece

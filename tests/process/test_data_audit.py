@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -368,6 +369,87 @@ def test_two_samplers_of_one_name_are_told(run):
     World(1, 40, (4, None), name="other").run(1, num_steps=1)
     World(1, 40, (4, None), name=None).run(1, num_steps=1)
     assert [proof.name for proof in audit(run.path)] == ["other", "train"]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Let the samplers of a group be in one place of a node; return how its process ends there."""
+    page = SimpleNamespace(path=tmp_path / "worker-0")
+    monkeypatch.setattr(ledger.reporting, "own_page", lambda: page)
+    mark = tmp_path / "ledger.worker-0.train"
+    return lambda: mark.write_text(mark.read_text().replace(f"/{os.getpid()}", "/0"))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_worker_writes_on_in_the_file_of_the_last_one_in_its_place(
+    run, tmp_path, monkeypatch, seed
+):
+    """All groups, killed anywhere, leave one file for each place, and the proof is the same."""
+    writer = ledger.Ledger
+
+    def in_place(path, _):
+        mark = tmp_path / path.name.split(".")[2]
+        if mark.exists():
+            mark.write_text(mark.read_text().replace(f"/{os.getpid()}", "/0"))
+        return writer(path, mark)
+
+    monkeypatch.setattr(ledger, "Ledger", in_place)
+    chance = random.Random(seed)
+    survived, lost = train_on(run, chance, 101, (8, None), num_epochs=3)
+    run.succeed()
+    assert holds(run).replayed_steps <= len(lost)
+    assert run.record > 2
+    assert len(names_of_ledger(run)) <= 6 < len(survived)
+
+
+@pytest.mark.parametrize("why", ["it lives", "it is torn", "it is empty", "it is gone"])
+def test_a_file_that_may_still_be_written_or_is_not_whole_is_left(run, place, why):
+    """The next worker has one of its own."""
+    run.train_group(1, 40, (4, None), num_epochs=1, num_steps=1)
+    (before,) = (run.path / "ledger").iterdir()
+    if why != "it lives":
+        place()
+    text = before.read_text()
+    if why == "it is gone":
+        before.unlink()
+    elif why != "it lives":
+        before.write_text(text[:-1] if why == "it is torn" else "")
+    left = before.read_text() if before.exists() else None
+    run.train_group(1, 40, (4, None), num_epochs=1, num_steps=1)
+    assert names_of_ledger(run)[-1] == "train.entry-2.rank-0.jsonl"
+    assert len(audit(run.path)[0].epochs) == 1
+    assert (before.read_text() if before.exists() else None) == left
+
+
+def test_a_rename_that_is_lost_or_fails_is_tried_again(run, place, monkeypatch):
+    """Nothing is written to a file that is about to be replaced."""
+    run.train_group(1, 40, (4, None), num_epochs=1, num_steps=1)
+    place()
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(5, "I/O error")))
+        run.form_group()
+        world = World(1, 40, (4, None))
+        world.run(1, num_steps=1)
+    world.state()
+    assert names_of_ledger(run) == ["train.entry-2.rank-0.jsonl"]
+    assert audit(run.path)[0].stretches == 2
+
+
+def test_files_that_are_renamed_while_they_are_listed_are_read(run, place, monkeypatch):
+    """The reader lists again: a listing may have neither the old nor the new name."""
+    run.train_group(1, 40, (4, None), num_epochs=1, num_steps=1)
+    (file,) = (run.path / "ledger").iterdir()
+    monkeypatch.setattr(audit_module, "_RETRY_S", 0.0)
+    listings = iter([["train.entry-0.rank-0.jsonl"], [], [file.name]])
+    monkeypatch.setattr(
+        audit_module, "names_in", lambda folder: frozenset(next(listings, [file.name]))
+    )
+    assert audit(run.path)[0].stretches == 1
+
+
+def names_of_ledger(run):
+    """The names of its files."""
+    return sorted(path.name for path in (run.path / "ledger").iterdir())
 
 
 def test_a_full_disk_costs_no_training(run, monkeypatch, caplog):

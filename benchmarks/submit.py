@@ -3,14 +3,14 @@
 
     pip install -e .[bench] and, as root: python benchmarks/submit.py --repeats 3
 
-`ABOUT` says what is measured. What is submitted stays on the disk until all is measured: for
-minutes ext4 avoids the places of files that were deleted, and looks for others whenever one is
-made. So let the machine rest before, too.
+`ABOUT` says what is measured; a large sweep: ``--runs 2000 --nodes 1``. What is submitted stays on
+the disk until all is measured, since ext4 makes files slowly after deletions: let it rest before.
 """
 
 import importlib.util
 import os
 import resource
+import stat
 import statistics
 import subprocess
 import sys
@@ -36,12 +36,11 @@ ABOUT = About(
     "everything is held: bare sbatch (one array of 800 tasks, the floor, which knows nothing of "
     "runs), ours (one array of 800 one-node tasks), and hydra-submitit-launcher (one array of 200 "
     "jobs of 4 nodes), which is ended at the point where it would wait for results. The whole "
-    "command, and the part of it inside the launcher.",
+    "command, the part of it inside the launcher, and what each run costs until it starts.",
     does_not_show=(
         "The site's own slowness: this slurmctld has an empty queue and no accounting, and the "
         "files lie on a local disk.",
-        "A disk on which much was deleted within the last minutes: ext4 makes new files slowly "
-        "then, and 200 runs are 2,000 files and folders (a second more was seen).",
+        "A disk on which much was deleted in the last minutes: ext4 makes new files slowly then.",
         "What a real script imports before Hydra runs: this one imports nothing.",
         "About 0.6 s of the whole command are Python's start, the imports and Hydra's composition "
         "of the first config; the rest grows with the number of runs.",
@@ -59,7 +58,6 @@ from hydra.core.plugins import Plugins
 
 instantiate_launcher = Plugins.instantiate_launcher
 
-
 def instantiate_timed(self, **kwargs):
     launcher = instantiate_launcher(self, **kwargs)
     launch = launcher.launch
@@ -74,22 +72,15 @@ def instantiate_timed(self, **kwargs):
     launcher.launch = timed
     return launcher
 
-
-def stop_instead_of_waiting(self):
-    raise SystemExit(0)
-
-
 Plugins.instantiate_launcher = instantiate_timed
 if "STOP_AT_RESULTS" in os.environ:
     import submitit
 
-    submitit.Job.results = stop_instead_of_waiting
-
+    submitit.Job.results = lambda self: exit()
 
 @hydra.main(version_base=None)
 def main(cfg):
     pass
-
 
 if __name__ == "__main__":
     main()
@@ -124,10 +115,13 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one submission; ``launch_s`` is None where there is no launcher."""
+    """One submission: ``launch_s`` is None without a launcher; the rest is that of each run."""
 
     total_s: float
     launch_s: float | None
+    cpu_ms: float = 0.0
+    num_files: float = 0.0
+    num_kb: float = 0.0
 
 
 def contestants(num_runs: int, num_nodes: int) -> list[Contestant]:
@@ -145,23 +139,27 @@ def contestants(num_runs: int, num_nodes: int) -> list[Contestant]:
     return found
 
 
-def submit(contestant: Contestant, sandbox: SlurmSandbox, folder: Path) -> Timing:
+def submit(contestant: Contestant, sandbox: SlurmSandbox, folder: Path, runs: int) -> Timing:
     """Submit once from an empty folder, check that the queue holds what it should, and empty it."""
     launch_s = folder / "launch_s"
     (folder / "script.py").write_text(SCRIPT)
     env = {**os.environ, **sandbox.env, "LAUNCH_S": str(launch_s)}
     if contestant.stop_at_results:
         env["STOP_AT_RESULTS"] = "1"
-    started = time.monotonic()
+    started, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(contestant.argv, cwd=folder, env=env, text=True, capture_output=True)
-    total_s = time.monotonic() - started
+    total_s, after = time.monotonic() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     try:
         if done.returncode:
             raise RuntimeError(f"{contestant.name} failed:\n{done.stdout}{done.stderr}")
         check_queue(contestant, sandbox)
     finally:
         empty_queue(sandbox)
-    return Timing(total_s, float(launch_s.read_text()) if launch_s.exists() else None)
+    cpu_ms = (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) * 1e3
+    made = [path.lstat() for path in folder.rglob("*")]
+    num_kb = sum(status.st_size for status in made if stat.S_ISREG(status.st_mode)) / 1e3
+    launched_s = float(launch_s.read_text()) if launch_s.exists() else None
+    return Timing(total_s, launched_s, *(each / runs for each in (cpu_ms, len(made), num_kb)))
 
 
 def check_queue(contestant: Contestant, sandbox: SlurmSandbox) -> None:
@@ -209,7 +207,8 @@ def result(
     floor_s = statistics.median(t.total_s for t in next(iter(timings.values())))
     columns = (
         Column(""), Column("whole command, s", ".2f"), Column("in the launcher, s", ".2f"),
-        Column("command above bare, s", "+.2f"),
+        Column("command above bare, s", "+.2f"), Column("CPU a run, ms", ".2f"),
+        Column("files and folders a run", ".1f"), Column("KB a run", ".1f"),
     )  # fmt: skip
     rows = tuple((name, *_cells(rounds, floor_s)) for name, rounds in timings.items())
     ours = timings[OURS]
@@ -248,7 +247,9 @@ def idle_targets(idle: dict[str, list[float]]) -> Iterator[Target]:
 def _cells(rounds: list[Timing], floor_s: float) -> list[Cell]:
     totals = [t.total_s for t in rounds]
     launches = [t.launch_s for t in rounds if t.launch_s is not None]
-    return [figure(totals), figure(launches), figure([statistics.median(totals) - floor_s])]
+    each = zip(*((t.cpu_ms, t.num_files, t.num_kb) for t in rounds), strict=True)
+    above_s = [statistics.median(totals) - floor_s]
+    return [figure(totals), figure(launches), figure(above_s), *(figure([*of]) for of in each)]
 
 
 def main() -> None:
@@ -264,7 +265,7 @@ def main() -> None:
         for _ in range(given.repeats):
             for contestant in field:
                 folder = Path(tempfile.mkdtemp(dir=kept))
-                timings[contestant.name].append(submit(contestant, sandbox, folder))
+                timings[contestant.name].append(submit(contestant, sandbox, folder, given.runs))
     title = f"{given.runs} runs x {given.nodes} nodes"
     present(result(timings, idle_costs(given.repeats), title, given.repeats), given)
 

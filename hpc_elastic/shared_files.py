@@ -476,8 +476,8 @@ def parse_json(
     raise DamagedFileError(f"{what} is damaged: it is nested more than {NESTED} deep")
 
 
-def read_yaml(path: Path) -> Any:
-    """Return the value of a YAML file of a run; an alias in it is refused.
+def parse_yaml(text: str, path: Path) -> Any:
+    """Return the value of YAML text of a run, as `parse_json` does; an alias in it is refused.
 
     A few bytes of aliases could name each other so often that no memory holds the value; the files
     of a run have none.
@@ -490,7 +490,7 @@ def read_yaml(path: Path) -> Any:
                 raise yaml.YAMLError("it has an alias")
             return super().compose_node(parent, index)
 
-    text = read_text(path, CONFIG_BYTES)
+    _require_size(path, len(text), CONFIG_BYTES)
     try:
         return yaml.load(text, Loader)
     except (ValueError, RecursionError, OverflowError, yaml.YAMLError) as e:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpc_elastic.run.directory import Entry, RunDir, Submission
 from hpc_elastic.slurm.local_queue import start_ticks
-from specs import spec_of
+from specs import spec_of, started_run
 
 GONE = 2**22 + 1
 """No process has this pid."""
@@ -36,5 +36,6 @@ def run_of(
     run = RunDir(folder / name)
     entry = Entry("function", "f", "f.py")
     low, slots = min(2, len(tasks)), list(tasks)
-    run.create(spec_of("r", low, len(slots), 1, 0, entry, str(submission.path), slots, **fields))
+    spec = spec_of("r", low, len(slots), 1, 0, entry, str(submission.path), slots, **fields)
+    started_run(run, spec)
     return run

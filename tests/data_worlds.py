@@ -14,7 +14,7 @@ from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import Entry, RunDir
 from hpc_elastic.worker import reporting
-from specs import spec_of
+from specs import spec_of, started_run
 
 
 class Loader:
@@ -108,8 +108,8 @@ class Run:
         path.mkdir(parents=True)
         entry = Entry("function", "train", module="user")
         nodes = NodeRange(1, 4)
-        RunDir(path).create(
-            spec_of(path.name, nodes.min, nodes.max, 1, 0, entry, str(path), [(0, 0)])
+        started_run(
+            RunDir(path), spec_of(path.name, nodes.min, nodes.max, 1, 0, entry, str(path), [(0, 0)])
         )
 
     def form_group(self) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from hpc_elastic.report.log_files import LogSource
 from hpc_elastic.run.directory import Entry, RunDir
 from hpc_elastic.run.log_index import IndexWriter
-from specs import spec_of
+from specs import spec_of, started_run
 
 EPOCH = 1_700_000_000.0
 
@@ -36,7 +36,7 @@ def make_run(folder: Path) -> RunDir:
     found = RunDir(folder / "run")
     entry = Entry("function", "train", module="m")
     spec = spec_of("id", 1, 2, 1, 0, entry, str(submission), [(0, 0), (0, 1)])
-    found.create(spec)
+    started_run(found, spec)
     for task, attempt, host in [("7_0", 0, "n1"), ("7_1", 0, "n2"), ("7_1", 1, "n3")]:
         logs = found.attempt(task, attempt)
         logs.mkdir(parents=True)

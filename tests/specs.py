@@ -11,6 +11,12 @@ _TERMS = {"preempt_grace_s": 30.0, "kill_wait_s": 30.0, "whole_nodes": False}
 _OF_RUN = ("file_env", "provenance", "generation")
 
 
+def started_run(run: RunDir, spec: RunSpec) -> None:
+    """Make the directory of a run as its first task leaves it."""
+    run.create(spec)
+    run.complete(spec)
+
+
 def spec_of(
     run_id: str,
     min_nodes: int,

@@ -155,7 +155,9 @@ def write(folder: Path, plan: Plan, now: float, *, output: bool = True) -> RunDi
     entry = Entry("function", "train", module="m")
     settings = RunSettings(NodeRange(1, plan.num_nodes), 1, SlurmSettings(max_restarts=0))
     terms = [PoolTerms(30.0, 30.0, whole_nodes=False)]
-    run.create(RunSpec("big", str(submission), slots, entry, settings, terms))
+    spec = RunSpec("big", str(submission), slots, entry, settings, terms)
+    run.create(spec)
+    run.complete(spec)
     history = History(plan, now - plan.days * DAY_S)
     _write_events(run, history)
     with run.progress.open("w") as f:

@@ -90,6 +90,7 @@ def find_task(array: Path, slurm: SlurmEnvironment) -> Task:
     if is_coallocated:
         scheduler.record_job_nodes(files, slurm)
     slot = int(runs[index]["slot"])
+    run.complete(spec)
     return Task(run, spec, slot, slurm, is_coallocated, len(runs), superseded)
 
 

@@ -266,6 +266,7 @@ def prune_command(
     from hpc_elastic.checkpoint import owner, prune
     from hpc_elastic.run import fencing, ownership
     from hpc_elastic.run.directory import RunDir
+    from hpc_elastic.shared_files import names_in
 
     files = RunDir(run)
     if keep_last == 0 and not (yes or dry_run):
@@ -281,7 +282,8 @@ def prune_command(
     if mark is not None and mark.in_run and mark.run != spec.run_id:
         raise RunDirectoryError(f"{folder} belongs to {mark} now: prune that run")
     try:
-        last = fencing.last_index(files.rdzv)
+        has_started = files.rdzv.name in names_in(files.path)
+        last = fencing.last_index(files.rdzv) if has_started else 0
     except OSError as e:
         raise RunDirectoryError(f"{files.rdzv}: {e.strerror}") from e
     last_index = last if _has_tasks(run) else None

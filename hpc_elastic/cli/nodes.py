@@ -52,6 +52,7 @@ class NamedNode:
 
         log = self.run.events(COMMANDS)
         try:
+            make_folder(log.parent)
             with log.open("a"):
                 pass
         except OSError as e:

@@ -525,7 +525,7 @@ def listed(known: Sequence[KnownRun], query: Query | None = None) -> list[Listed
                 None if status is None else status.step,
                 None if status is None else status.total_steps,
                 None if status is None else status.loss,
-                label_of(run.path),
+                label_of(run.path, view.spec),
             )
         )
     return found

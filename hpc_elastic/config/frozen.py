@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Union, cast
 
@@ -244,6 +245,7 @@ def whole_config(task: Frozen, hydra: Frozen) -> DictConfig:
 # ---- types
 
 
+@lru_cache(1024)
 def _type_path(hint: Any) -> Any:
     """Return the import path of a class, or a list of origin and arguments of a generic one."""
     if hint is None or hint is type(None):
@@ -320,6 +322,7 @@ class Recorder:
         self._depends: dict[str, bool] = {"now": True}
         self._calls: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._again: dict[str, Callable[[], Any]] = {}
+        self._recorded = lru_cache(1024)(self._record)
 
     @contextmanager
     def recording(self) -> Iterator[list[Call]]:
@@ -328,7 +331,7 @@ class Recorder:
         self._calls, self._again, self._called_at = {}, {}, 0.0
         resolvers = BaseContainer._resolvers
         theirs = {name: each for name, each in resolvers.items() if self._is_recorded(name)}
-        ours = {name: self._recorded(name, each) for name, each in theirs.items()}
+        ours = {name: self._recorded(each, name) for name, each in theirs.items()}
         resolvers.update(ours)
         try:
             yield calls
@@ -346,7 +349,7 @@ class Recorder:
     def _is_recorded(name: str) -> bool:
         return name == _ENV or not (name.startswith("oc.") or name in _PURE)
 
-    def _recorded(self, name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def _record(self, theirs: Callable[..., Any], name: str) -> Callable[..., Any]:
         inner = inspect.getclosurevars(theirs).nonlocals
         if inner.get("use_cache"):
             self._depends[name] = True

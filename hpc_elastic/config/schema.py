@@ -9,6 +9,7 @@ in ``Annotated`` is the form of a value that has one beyond its type (`resolve.F
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass, replace
@@ -366,6 +367,11 @@ class RunSettings:
             "ft": self.ft,
             "launcher": {**asdict(self.launcher), "backend": self.backend},
         }
+
+    @functools.cached_property
+    def as_text(self) -> str:
+        """`as_config` as JSON, made once for all runs that share these settings."""
+        return json.dumps(self.as_config())
 
 
 def described(cls: type[Any], path: str = "") -> Iterator[tuple[str, Field[Any], Any, str]]:

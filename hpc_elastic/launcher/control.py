@@ -257,7 +257,7 @@ def resume(path: Path, overrides: Sequence[str]) -> tuple[Resumption, RunHandle]
     """
     run = RunDir(path)
     used = (run.hydra, run.rdzv, run.first_term, run.notices, run.avoided)
-    ownership.load_own(run, *used, run.event_logs, *_endings(run))
+    run.complete(ownership.load_own(run, *used, run.event_logs, *_endings(run)))
     _, last = _last_entry(run)
     generation_before = 0 if last is None else last.generation
     spec = run.load()
@@ -364,7 +364,7 @@ def _prepare(
     settings = plan.runs[0].settings
     next_spec = replace(
         spec, tasks=plan.tasks[0], settings=settings, terms=terms, generation=generation,
-        file_env=read_env_file(settings.launcher.env_file),
+        file_env=read_env_file(settings.launcher.env_file), hydra={},
     )  # fmt: skip
     return Resumption(run, next_spec, plan, resume_entry(index + 1, last, generation))
 

@@ -19,13 +19,14 @@ import copy
 import re
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
-from omegaconf import DictConfig, ListConfig, Node, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, ListConfig, OmegaConf, ValueNode, open_dict, read_write
 
 from hpc_elastic._util import hydra_release
 from hpc_elastic.config.schema import TOP_LEVEL
@@ -34,6 +35,7 @@ _REMEMBERED = 1000
 """Most configs that are kept from the sweeper's validation for the launcher."""
 _WORKERS_ONLY = "HPC_ELASTIC_WORKERS_ONLY"
 """In ``hydra.job.env_set``: ends the program if Hydra runs a job itself."""
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?")
 _PLAIN = (OverrideType.CHANGE, OverrideType.ADD, OverrideType.FORCE_ADD)
 
 
@@ -45,6 +47,7 @@ class SweepComposer:
         self._master = master
         self._parser = OverridesParser.create()
         self._parsed: dict[str, Override] = {}
+        self._of_key: dict[str, Override] = {}
         self._groups: dict[str, bool] = {}
         self._hidden = settings_in(master)
         self._first: dict[tuple[str, ...], tuple[tuple[str, ...], object]] = {}
@@ -71,10 +74,7 @@ class SweepComposer:
             return config
         hydra = config._get_node("hydra")
         if any(s is not None and s._get_node("hydra") is hydra for s in self._shared.values()):
-            for key in config:  # it is the parent of the nodes that it shares again
-                node = config._get_node(key)
-                assert isinstance(node, Node)
-                node._set_parent(config)
+            _adopt(config)
             self._name(config, overrides)
         return config
 
@@ -125,16 +125,20 @@ class SweepComposer:
     def _set(self, shared: DictConfig, values: list[Override]) -> DictConfig:
         """Return a copy with these values; it shares the nodes that they do not touch."""
         touched = {_top(override) for override in values}
-        nodes = (shared._get_node(key) for key in shared if key not in touched)
-        kept: dict[int, Any] = {id(node): node for node in nodes if isinstance(node, DictConfig)}
-        config = copy.deepcopy(shared, kept)  # it becomes the parent of those that it keeps
+        meta = copy.copy(shared.__dict__["_metadata"])
+        meta.flags = dict(meta.flags or {})
+        config = DictConfig.__new__(DictConfig)
+        nodes = shared.__dict__["_content"].items()
+        content = {key: copy.deepcopy(node) if key in touched else node for key, node in nodes}
+        config.__dict__.update(shared.__dict__, _metadata=meta, _content=content, _flags_cache=None)
+        _adopt(config)
         ConfigLoaderImpl._apply_overrides_to_config(values, config)
         return config
 
     def _name(self, config: DictConfig, overrides: Sequence[str]) -> DictConfig:
         """Set what Hydra sets of a job beside its values: its overrides."""
         hydra: Any = config._get_node("hydra")
-        _replace(hydra.overrides, "task", list(overrides))
+        _replace(hydra._get_node("overrides"), "task", list(overrides))
         name_overrides(config, [self._parsed[line] for line in overrides], self._hidden)
         return config
 
@@ -142,9 +146,7 @@ class SweepComposer:
         """Return the overrides of groups and of values; None if they cannot be separated safely."""
         groups, values = [], []
         for line in overrides:
-            if line not in self._parsed:
-                self._parsed[line] = self._parser.parse_override(line)
-            override = self._parsed[line]
+            override = self._parse(line)
             is_group = self._is_group(override)
             if override.is_hydra_override() or override.is_sweep_override():
                 return None
@@ -157,6 +159,20 @@ class SweepComposer:
             else:
                 return None
         return tuple(groups), values
+
+    def _parse(self, line: str) -> Override:
+        """Return the override; of a key that was parsed before, a number needs no parser."""
+        if line not in self._parsed:
+            key, _, text = line.partition("=")
+            alike = self._of_key.get(key)
+            if alike is not None and _NUMBER.fullmatch(text):
+                value = float(text) if "." in text else int(text)
+                self._parsed[line] = replace(alike, _value=value, input_line=line)
+            else:
+                self._parsed[line] = self._parser.parse_override(line)
+                if _NUMBER.fullmatch(text):
+                    self._of_key[key] = self._parsed[line]
+        return self._parsed[line]
 
     def _is_group(self, override: Override) -> bool:
         key = override.key_or_group
@@ -193,15 +209,26 @@ def name_overrides(
     Hydra 1.4 makes it of the config when it is read, and 1.3 had made it before.
     """
     hydra: Any = config._get_node("hydra")
-    naming = hydra.job.config.override_dirname
-    excluded = {*naming.exclude_keys, *hidden}
+    job = hydra._get_node("job")
+    naming = job._get_node("config")._get_node("override_dirname")
+    excluded = {key._value() for key in naming._get_node("exclude_keys")._value()}.union(hidden)
     if hydra_release() >= (1, 4):
         with read_write(naming):
             naming.exclude_keys = sorted(excluded)
         return
     lines = sorted(str(o.input_line) for o in overrides if o.key_or_group not in excluded)
-    with open_dict(hydra):
-        hydra.job.override_dirname = naming.item_sep.join(lines).replace("=", naming.kv_sep)
+    between, equals = (naming._get_node(name)._value() for name in ("item_sep", "kv_sep"))
+    set_value(job, "override_dirname", between.join(lines).replace("=", equals))
+
+
+def set_value(parent: DictConfig, name: str, value: object) -> None:
+    """Set a value; making a config writable costs ten times as much as writing to it."""
+    node = parent._get_node(name)
+    if isinstance(node, ValueNode) and not node._get_flag("readonly"):
+        node._set_value(value)
+        return
+    with read_write(parent), open_dict(parent):
+        parent[name] = value
 
 
 def _replace(parent: DictConfig, name: str, lines: list[str]) -> None:
@@ -215,6 +242,12 @@ def _replace(parent: DictConfig, name: str, lines: list[str]) -> None:
     for node, line in zip(nodes, lines, strict=True):
         if node._value() != line:
             node._set_value(line)
+
+
+def _adopt(config: DictConfig) -> None:
+    """Make a config the parent of its nodes, which others may have, too."""
+    for node in config.__dict__["_content"].values():
+        node._set_parent(config)
 
 
 def _top(override: Override) -> str:

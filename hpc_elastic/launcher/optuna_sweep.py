@@ -613,7 +613,7 @@ class _StudyRunner:
                 self._store(trial, state=TrialState.FAIL)
                 continue
             (job,) = self._freeze([trial])
-            (run,) = self._jobs.add([replace(handle, label=label_of(path))])
+            (run,) = self._jobs.add([replace(handle, label=label_of(path, RunDir(path).load()))])
             flight = _Flight(trial, job, run, Curve(before.last_step or 0))
             for point in read_points(RunDir(path).progress) if self._settings.pruner else ():
                 self._report(flight, point)

@@ -21,17 +21,19 @@ queue before any array of such a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from hpc_elastic._util import counted
 from hpc_elastic.config.schema import Backend, LauncherSettings, RunSettings
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.run.directory import Entry, Submission
+
+T = TypeVar("T")
 
 SWEEP_WIDE = ("wait", "queue_order", "code_snapshot", "dry_run", "poll_interval_s", "result_job")
 """Settings of the submission itself: one value for all runs of a sweep."""
@@ -42,13 +44,19 @@ _IN_NO_DIRECTIVE = {f.name for f in fields(LauncherSettings)} - {"preempt_signal
 
 @dataclass(frozen=True)
 class RunRequest:
-    """One run to be submitted; ``overrides`` label it, ``hydra_files`` are texts of ``.hydra/``."""
+    """One run to be submitted; ``hydra_files`` are texts of ``.hydra/``, each in pieces."""
 
     dir: Path
     settings: RunSettings
     entry: Entry
     overrides: tuple[str, ...] = ()
-    hydra_files: Mapping[str, str] = field(default_factory=dict)
+    hydra_files: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+def by_settings(runs: Sequence[RunRequest], function: Callable[[RunSettings], T]) -> list[T]:
+    """Return the function of each run's settings; it is called once where runs share them."""
+    found = {key: function(own) for key, own in {id(r.settings): r.settings for r in runs}.items()}
+    return [found[id(run.settings)] for run in runs]
 
 
 @dataclass(frozen=True)
@@ -192,12 +200,16 @@ def _pieces(runs: Sequence[RunRequest], size: int) -> Iterator[tuple[list[Slot],
 
 
 def _same_resources(runs: Sequence[RunRequest]) -> Iterable[list[_Share]]:
+    def shares(settings: RunSettings) -> list[tuple[str, range, Backend]]:
+        found = []
+        for slots, launcher in settings.shares:
+            asked = {name: v for name, v in vars(launcher).items() if name not in _IN_NO_DIRECTIVE}
+            found.append((repr(asked), slots[settings.num_coallocated :], launcher))
+        return found
+
     groups: dict[str, list[_Share]] = {}
-    for number, run in enumerate(runs):
-        for slots, launcher in run.settings.shares:
-            rest = slots[run.settings.num_coallocated :]
-            asked = {f.name: getattr(launcher, f.name) for f in fields(launcher)}
-            key = repr({name: v for name, v in asked.items() if name not in _IN_NO_DIRECTIVE})
+    for number, of_run in enumerate(by_settings(runs, shares)):
+        for key, rest, launcher in of_run:
             groups.setdefault(key, []).append(_Share(number, rest, launcher))
     return groups.values()
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 from hpc_elastic._util import counted, duration, terminal_of
 from hpc_elastic.launcher.run_handle import RunHandle
@@ -29,6 +30,10 @@ _log = logging.getLogger(__name__)
 
 _LONGEST_ERROR = 600
 """Most characters of a failed worker's error that are printed; the run's logs hold all of it."""
+
+_MANY = 500
+"""Runs from which on their submission shows how far it is."""
+T = TypeVar("T")
 
 Row = dict[str, str]
 """One run in the table: column -> text, empty or absent if unknown; ``total`` is in lines only."""
@@ -297,6 +302,15 @@ def results_table(runs: Sequence[RunHandle], ends: Sequence[RunEnd]) -> Table:
         cells = [run.name, run.label, end.status, value, str(end.restarts)]
         table.add_row(*(escape(cell) for cell in cells))
     return table
+
+
+def shown(items: Iterable[T], what: str, total: int) -> Iterable[T]:
+    """Return the items; with a bar on a terminal while they are taken, if there are many."""
+    if total < _MANY or not sys.stderr.isatty():
+        return items
+    from rich.progress import track
+
+    return track(items, what, total, console=console_for(sys.stderr), transient=True)
 
 
 def location(dirs: Sequence[Path], sweep: Path) -> str:

@@ -11,6 +11,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +26,7 @@ from hpc_elastic.run.task_name import queue_name
 from hpc_elastic.shared_files import (
     VALUE_BYTES,
     is_there,
+    make_folder,
     parse_json,
     read_json,
     read_tail,
@@ -189,4 +191,6 @@ def mark_cancelled(run: RunDir, warn: Callable[[str], None]) -> None:
         what = f"{run.cancelled} cannot be written ({e.strerror})"
         warn(f"{what}: the tasks are cancelled nevertheless; check later that none comes back")
         return
+    with suppress(OSError):
+        make_folder(run.event_logs)
     EventLog(run.events(COMMANDS), COMMANDS).write("cancel", user=who["user"], host=who["host"])

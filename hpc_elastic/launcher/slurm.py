@@ -40,7 +40,7 @@ from hpc_elastic.launcher.batch_script import (
     gpus_asked,
     has_whole_nodes,
 )
-from hpc_elastic.launcher.plan import Plan, RunRequest
+from hpc_elastic.launcher.plan import Plan, RunRequest, by_settings
 from hpc_elastic.launcher.run_handle import mark_cancelled
 from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, RunDir, Submission
 from hpc_elastic.run.task_name import job_of
@@ -297,12 +297,13 @@ def adopt_shell(requests: Sequence[RunRequest], environ: Mapping[str, str]) -> l
     if others := sorted(k for k in environ if k.startswith("SBATCH_") and k not in known):
         remedy = "settings take their place (launcher.*, launcher.sbatch)"
         print(f"{', '.join(others)} of this shell: no effect; {remedy}", file=sys.stderr)
-    found: list[RunRequest] = []
-    for request in requests:
-        assert isinstance(request.settings.launcher, SlurmSettings)
-        launcher = with_shell_defaults(request.settings.launcher, environ)
-        found.append(replace(request, settings=replace(request.settings, launcher=launcher)))
-    return found
+
+    def adopted(settings: RunSettings) -> RunSettings:
+        assert isinstance(settings.launcher, SlurmSettings)
+        return replace(settings, launcher=with_shell_defaults(settings.launcher, environ))
+
+    found = by_settings(requests, adopted)
+    return [replace(request, settings=own) for request, own in zip(requests, found, strict=True)]
 
 
 # ---- query the cluster before a submission
@@ -349,21 +350,23 @@ def query_partitions(
     def has_gpus(partition: str | None) -> bool:
         return any(kind.gpus for kind in (client or SiteClient()).node_kinds(partition))
 
-    found: list[list[Preemption]] = []
     notes: dict[str, None] = {}
-    for run in runs:
-        notes |= dict.fromkeys(without_effect(run.settings))
+
+    def preemptions(settings: RunSettings) -> list[Preemption]:
+        notes.update(dict.fromkeys(without_effect(settings)))
         known: list[Preemption] = []
         partitions: dict[str, Partition] = {}
-        for _, launcher in run.settings.shares:
+        for _, launcher in settings.shares:
             assert isinstance(launcher, SlurmSettings)
             known.append(query(launcher.partition, launcher.qos))
             partitions |= {partition.name: partition for partition in known[-1].partitions}
             late = _time_note(launcher, known[-1].partitions)
-            without_gpus = _gpu_note(launcher, run.settings.nproc_per_node, has_gpus)
-            notes |= dict.fromkeys(filter(None, (late, without_gpus)))
-        _require_nodes(run.settings, list(partitions.values()))
-        found.append(known)
+            without_gpus = _gpu_note(launcher, settings.nproc_per_node, has_gpus)
+            notes.update(dict.fromkeys(filter(None, (late, without_gpus))))
+        _require_nodes(settings, list(partitions.values()))
+        return known
+
+    found = by_settings(runs, preemptions)
     for note in notes:
         print(note, file=sys.stderr)
     return found
@@ -373,10 +376,12 @@ def choose_harvest(
     requests: Sequence[RunRequest], client: SiteClient | None = None
 ) -> list[RunRequest]:
     """Choose what ``launcher.harvest=auto`` is here, and print it; a resumed run keeps its own."""
-    settings, notes = choose_terms([request.settings for request in requests], client)
+    distinct = {id(request.settings): request.settings for request in requests}
+    settings, notes = choose_terms(list(distinct.values()), client)
     for note in notes:
         print(note, file=sys.stderr)
-    return [replace(request, settings=own) for request, own in zip(requests, settings, strict=True)]
+    chosen = dict(zip(distinct, settings, strict=True))
+    return [replace(request, settings=chosen[id(request.settings)]) for request in requests]
 
 
 def without_effect(settings: RunSettings) -> list[str]:

@@ -27,15 +27,15 @@ from hpc_elastic.config.resolve import read_env_file
 from hpc_elastic.config.schema import LauncherSettings, LocalSettings, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, HpcElasticError, RunDirectoryError
 from hpc_elastic.launcher import batch_script, detach
-from hpc_elastic.launcher.plan import Plan, RunRequest, make_plan
-from hpc_elastic.launcher.progress import location
+from hpc_elastic.launcher.plan import Plan, RunRequest, by_settings, make_plan
+from hpc_elastic.launcher.progress import location, shown
 from hpc_elastic.launcher.run_handle import RunHandle, SubmittedJobs
 from hpc_elastic.launcher.user_code import link_snapshot, provenance, take_snapshot
 from hpc_elastic.report.run_view import overrides_label
 from hpc_elastic.run import ownership, registry
 from hpc_elastic.run.directory import SUBMISSION, PoolTerms, RunDir, RunSpec, Submission
 from hpc_elastic.run.redaction import is_secret
-from hpc_elastic.shared_files import create_atomic, is_there, make_folder, write_atomic
+from hpc_elastic.shared_files import create_atomic, make_folder, names_in, write_atomic
 from hpc_elastic.slurm.parsing import Preemption, has_submitted_nothing
 
 RENDERED = "rendered: "
@@ -210,7 +210,7 @@ def lay_out(requests: Sequence[RunRequest], submission: Path) -> Plan:
     if shared:
         remedy = "two runs have this directory; make it depend on the run: ${hydra.job.num}"
         raise ConfigError("hydra.sweep.subdir", str(shared[0]), remedy)
-    for settings in (request.settings for request in requests):
+    for settings in {id(request.settings): request.settings for request in requests}.values():
         batch, nproc = settings.launcher.global_batch, settings.nproc_per_node
         if batch is not None:
             from hpc_elastic.data.batch import check
@@ -265,33 +265,40 @@ def write(
         ownership.claim(plan.submission, logs)
         make_folder(logs)
         _require_links(plan.submission)
+        there = {folder: names_in(folder) for folder in {run.dir.parent for run in plan.runs}}
+        used_before = set()
         for request in plan.runs:
             run = RunDir(request.dir)
-            if is_there(run.spec):
+            if run.path.name not in there[run.path.parent]:
+                continue
+            names = names_in(run.path)
+            if run.spec.name in names:
                 raise run.taken_error()
-            if run.path.is_dir():
-                used = (run.rdzv, run.results, run.notices, run.event_logs, run.hydra, run.tasks)
-                ownership.claim(run.path, *used)
+            used = (run.rdzv, run.results, run.notices, run.event_logs, run.hydra, run.tasks)
+            ownership.claim(run.path, *used)
+            if {run.rdzv.name, run.hydra.name} & names:
+                used_before.add(run.path)
         write_arrays(plan, scripts)
         entries = [run.entry for run in plan.runs]
         if plan.launcher.code_snapshot:
             entries = take_snapshot(entries, plan.submission)
-        terms = terms or [terms_of(run.settings) for run in plan.runs]
+        terms = terms or by_settings(plan.runs, terms_of)
         specs = [
             RunSpec(
                 make_run_id(name, run.dir), str(plan.submission), tasks, entry, run.settings, own,
-                read_env_file(run.settings.launcher.env_file), provenance=dict(provenance or {}),
+                file_env, provenance=dict(provenance or {}), hydra=hydra,
             )
-            for run, tasks, entry, own in zip(plan.runs, plan.tasks, entries, terms, strict=True)
+            for run, tasks, entry, own, file_env, hydra in zip(
+                plan.runs, plan.tasks, entries, terms,
+                by_settings(plan.runs, lambda own: read_env_file(own.launcher.env_file)),
+                _write_shared_texts(plan), strict=True,
+            )
         ]  # fmt: skip
 
         def write_run(request: RunRequest, spec: RunSpec) -> None:
-            run = RunDir(request.dir)
-            run.create(spec)
-            if request.hydra_files:
-                make_folder(run.hydra)
-            for name, text in request.hydra_files.items():
-                write_atomic(run.hydra / name, text, mode=0o600)  # launcher.env may hold tokens
+            RunDir(request.dir).create(spec)
+            if request.dir in used_before:
+                RunDir(request.dir).complete(spec, anew=True)
             if request.settings.launcher.code_snapshot:
                 link_snapshot(request.dir, plan.submission)
 
@@ -303,6 +310,28 @@ def write(
         where = e.filename or plan.submission
         raise RunDirectoryError(f"{where}: {e.strerror or e}; {remedy}") from e
     return specs
+
+
+def _write_shared_texts(plan: Plan) -> list[dict[str, list[Any]]]:
+    """Return `RunSpec.hydra` of each run; write the pieces that several runs of an array have."""
+    arrays = [tasks[0][0] for tasks in plan.tasks]
+    counts: dict[int, Counter[str]] = {array: Counter() for array in arrays}
+    for array, run in zip(arrays, plan.runs, strict=True):
+        for pieces in run.hydra_files.values():
+            counts[array].update(pieces)
+    numbers: dict[int, dict[str, int]] = {}
+    for array, count in counts.items():
+        shared = [piece for piece, num in count.items() if num > 1]
+        numbers[array] = {piece: number for number, piece in enumerate(shared)}
+        if shared:
+            texts = Submission(plan.submission).array(array).texts
+            write_atomic(texts, json.dumps(shared) + "\n", mode=0o600)
+    found: list[dict[str, list[Any]]] = []
+    for array, run in zip(arrays, plan.runs, strict=True):
+        number_of = numbers[array].get  # but of overrides, one piece, which lists of runs read
+        items = run.hydra_files.items()
+        found.append({k: [number_of(p, p) if v[1:] else p for p in v] for k, v in items})
+    return found
 
 
 def terms_of(
@@ -420,15 +449,20 @@ def write_concurrently(write_run: Callable[..., None], *of_each_run: Sequence[An
     Elsewhere threads would only wait for the interpreter's lock. The first error is raised; later
     calls may not have been made.
     """
-    remaining = zip(*of_each_run, strict=True)
-    started = time.monotonic()
-    for number, arguments in enumerate(remaining, 1):
-        write_run(*arguments)
-        if time.monotonic() - started > number * _SLOW_S:
-            break
-    with ThreadPoolExecutor(_NUM_WRITERS, "hpc_elastic-files") as pool:
-        for _ in pool.map(lambda arguments: write_run(*arguments), remaining):
-            pass
+
+    def written() -> Iterator[None]:
+        remaining = zip(*of_each_run, strict=True)
+        started = time.monotonic()
+        for number, arguments in enumerate(remaining, 1):
+            write_run(*arguments)
+            yield
+            if time.monotonic() - started > number * _SLOW_S:
+                break
+        with ThreadPoolExecutor(_NUM_WRITERS, "hpc_elastic-files") as pool:
+            yield from pool.map(lambda arguments: write_run(*arguments), remaining)
+
+    for _ in shown(written(), "runs written", len(of_each_run[0])):
+        pass
 
 
 def require_writable(folder: Path) -> None:

@@ -25,7 +25,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -36,7 +36,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobRuntime, JobStatus
 from hydra.errors import CompactHydraException
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, ListConfig, OmegaConf, ValueNode, base, open_dict, read_write
+from omegaconf import DictConfig, ListConfig, OmegaConf, base
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from hpc_elastic.config.frozen import (
@@ -49,11 +49,17 @@ from hpc_elastic.config.frozen import (
     whole_config,
 )
 from hpc_elastic.config.resolve import resolve
-from hpc_elastic.config.schema import TOP_LEVEL
+from hpc_elastic.config.schema import TOP_LEVEL, RunSettings
 from hpc_elastic.errors import ConfigError, HpcElasticError
 from hpc_elastic.launcher import detach
-from hpc_elastic.launcher.hydra_compose import SharingLoader, name_overrides, settings_in
+from hpc_elastic.launcher.hydra_compose import (
+    SharingLoader,
+    name_overrides,
+    set_value,
+    settings_in,
+)
 from hpc_elastic.launcher.plan import RunRequest
+from hpc_elastic.launcher.progress import shown
 from hpc_elastic.launcher.run_handle import RunHandle
 from hpc_elastic.launcher.submit import ended_by_interrupt, is_awaited, submit
 from hpc_elastic.launcher.user_code import command_line, entry_of
@@ -93,7 +99,8 @@ def launch_sweep(
     """
     with ended_by_interrupt():
         batch = Batch(sweep)
-        jobs = batch.freeze(enumerate(job_overrides, initial_job_idx))
+        numbered = enumerate(job_overrides, initial_job_idx)
+        jobs = batch.freeze(shown(numbered, "runs composed", len(job_overrides)))
         batch.on_job_start(jobs)
         with suppress(OSError):  # Hydra's sweeper wrote it, and launcher.env may hold tokens
             (sweep.dir / "multirun.yaml").chmod(0o600)
@@ -231,10 +238,10 @@ def _job_return(job: FrozenJob) -> JobReturn:
 
 # ---- freeze a job
 
-_OF_THE_JOB = ("job", "runtime", "overrides")
-"""Sections of ``hydra`` that are other ones in each job."""
+_OF_THE_JOB = ("hydra.job", "hydra.runtime", "hydra.overrides")
+"""Sections that are other ones in each job, as some of the values in them are."""
 _CALL = re.compile(r"\$\{\s*(?!hydra:)[\w.]+:")
-"""A call of a resolver. Sections of ``hydra`` have few, and parsing one costs a millisecond."""
+"""A call of a resolver. Parsing an interpolation costs a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -280,82 +287,87 @@ def freeze_job(
     shared = shared or SharedSections()
     before = HydraConfig.instance().cfg
     HydraConfig.instance().cfg = config  # type: ignore[assignment]  # for the ${hydra:} resolver
-    encoder = Encoder()
     try:
         with shared.recorder.recording() as calls:
-            node = config.hydra
-            _set(node.job, "num", number)
-            _set(node.job, "id", str(number))
-            folder = Path(str(node.sweep.dir), str(node.sweep.subdir)).absolute()
-            _set(node.runtime, "output_dir", str(folder))
-            overrides = tuple(map(str, OmegaConf.to_container(node.overrides.task) or ()))
-            task = encoder.encode(config, skip=("hydra",))
-            hydra = shared.hydra(node)
-            for interpolation in encoder.interpolations:
-                shared.read(interpolation)
-            keys = [key for key in (*TOP_LEVEL, "launcher") if key in task.values]
-            given = {key: _resolved(config, key) for key in keys}
+            node: Any = config._get_node("hydra")
+            set_value(node._get_node("job"), "num", number)
+            set_value(node._get_node("job"), "id", str(number))
+            sweep = node._get_node("sweep")
+            is_default = sweep._get_node("subdir")._value() == "${hydra.job.num}"
+            subdir = str(number) if is_default else str(sweep["subdir"])
+            folder = Path(str(sweep["dir"]), subdir).absolute()
+            set_value(node._get_node("runtime"), "output_dir", str(folder))
+            task, hydra = shared.plain(config, skip=("hydra",)), shared.plain(node, "hydra")
+            settings = shared.settings(config, task, hydra)
     finally:
         HydraConfig.instance().cfg = before
-    shared.report_lost(encoder.lost)
-    params = OmegaConf.select(config, "hydra.sweeper.params")
-    sweep_params = dict(params) if isinstance(params, DictConfig) else {}
-    settings = resolve(given, overrides=overrides, sweep_params=cast(Any, sweep_params))
+    overrides = tuple(map(str, hydra.values["overrides"]["task"] or ()))
     files = {
-        "config.yaml": shared.yaml(task.values),
-        "hydra.yaml": shared.yaml(hydra.values, top="hydra"),
-        "overrides.yaml": to_yaml(list(overrides)),
-        FROZEN_FILE: json.dumps(
-            {"config": task.types, "hydra": hydra.types, "calls": [asdict(call) for call in calls]}
-        ),
+        "config.yaml": shared.texts(task.values),
+        "hydra.yaml": shared.texts(hydra.values, "hydra"),
+        "overrides.yaml": [to_yaml(list(overrides))],
+        FROZEN_FILE: [shared.types(task, hydra), f"{json.dumps([*map(vars, calls)])}}}"],
     }
     return FrozenJob(RunRequest(folder, settings, entry, overrides, files), task, hydra)
 
 
-def _set(parent: DictConfig, name: str, value: object) -> None:
-    """Set a value; making a config writable costs ten times as much as writing to it."""
-    node = parent._get_node(name)
-    if isinstance(node, ValueNode) and not node._get_flag("readonly"):
-        node._set_value(value)
-        return
-    with read_write(parent), open_dict(parent):
-        parent[name] = value
+@dataclass(frozen=True)
+class _Section:
+    node: Any
+    value: Any
+    plain: Frozen
+    interpolations: list[Interpolation]
 
 
 class SharedSections:
     """What the jobs of a sweep share: sections of the config, made plain and written once.
 
-    They are most of a job's files: most of ``hydra``, and ``launcher``. A section of ``hydra`` is
-    identified by its node: jobs that are alike have the same one (see `hydra_compose`). What is
-    wrong in all jobs is reported once.
+    They are most of a job's files: most of ``hydra``, ``launcher``, and what no override changes. A
+    section is identified by its node: jobs that are alike have the same one (see `hydra_compose`).
+    What is wrong in all jobs is reported once.
     """
 
     def __init__(self) -> None:
         self.recorder = Recorder()
-        self._sections: dict[str, tuple[Any, Frozen, list[Interpolation]]] = {}
-        self._text: dict[tuple[str, str], tuple[Any, str, str]] = {}
+        self._sections: dict[str, _Section] = {}
+        self._text: dict[tuple[str, ...], tuple[Any, str, str]] = {}
+        self._types: tuple[list[Any], str] = ([], "")
+        self._settings: dict[str, RunSettings] = {}
         self._reported: set[str] = set()
 
-    def hydra(self, node: DictConfig) -> Frozen:
-        """Return the ``hydra`` node; a section that no job changes is made plain once."""
-        sections = {name: self._section(node, name) for name in map(str, node)}
-        _, types = Encoder().encode(node, "hydra", skip=tuple(sections))
+    def plain(self, node: DictConfig, name: str = "", skip: Sequence[str] = ()) -> Frozen:
+        """Return a node as `Encoder.encode` does; a section that no job changes is made plain once.
+
+        Interpolations are read that are new, or call a resolver.
+        """
+        content: dict[str, Any] = cast(Any, node._value())
+        _, types = Encoder().encode(node, name, skip=tuple(content))
+        sections = {
+            key: self._section(child, f"{name}.{key}" if name else str(key))
+            for key, child in content.items()
+            if key not in skip
+        }
         below = {str(at): of.types for at, of in enumerate(sections.values()) if of.types}
-        return Frozen({name: of.values for name, of in sections.items()}, {**types, "in": below})
+        values = {key: of.values for key, of in sections.items()}
+        return Frozen(values, {**types, "in": below} if below else types)
 
-    def _section(self, hydra: DictConfig, name: str) -> Frozen:
-        node = hydra._get_node(name)
-        if name in _OF_THE_JOB or self._sections.get(name, (None,))[0] is not node:
+    def _section(self, node: Any, name: str) -> Frozen:
+        if name in _OF_THE_JOB:
+            return self.plain(node, name)
+        section, value, of_hydra = self._sections.get(name), node._value(), name[:6] == "hydra."
+        is_new = section is None or section.node is not node or section.value is not value
+        if section is None or is_new or name == "hydra.overrides.task":
             encoder = Encoder()
-            section = encoder.encode(node, f"hydra.{name}")
-            calling = [each for each in encoder.interpolations if _CALL.search(each.text)]
-            self._sections[name] = (node, section, calling)
-        _, section, calling = self._sections[name]
-        for interpolation in calling:
-            self.read(interpolation)
-        return section
+            plain, found = encoder.encode(node, name), encoder.interpolations
+            section = self._sections[name] = _Section(node, value, plain, found)
+            if not of_hydra:
+                self._report_lost(encoder.lost)
+        for interpolation in section.interpolations:
+            if _CALL.search(interpolation.text) or (is_new and not of_hydra):
+                self._read(interpolation)
+        return section.plain
 
-    def read(self, interpolation: Interpolation) -> None:
+    def _read(self, interpolation: Interpolation) -> None:
         """Read an interpolation to record its calls; a worker may succeed where this fails."""
         try:
             interpolation.value()
@@ -365,7 +377,7 @@ class SharedSections:
         except OmegaConfBaseException:
             return
 
-    def report_lost(self, lost: Mapping[str, str]) -> None:
+    def _report_lost(self, lost: Mapping[str, str]) -> None:
         """Report the types that workers cannot import."""
         for hint, name in lost.items():
             remedy = "define it at module level, in a module that workers import"
@@ -376,40 +388,76 @@ class SharedSections:
             self._reported.add(problem)
             _log.warning("%s; %s", problem, remedy)
 
-    def yaml(self, config: Mapping[str, Any], top: str = "") -> str:
-        """Return ``to_yaml(config)``; with a ``top``, ``to_yaml({top: config})``."""
-        if not config:
-            return to_yaml({top: {}} if top else {})
-        head = f"{top}:\n" if top else ""
-        return head + "".join(self._text_of(top, name, plain) for name, plain in config.items())
+    def settings(self, config: DictConfig, task: Frozen, hydra: Frozen) -> RunSettings:
+        """Return the checked settings of a job; ConfigError as of `resolve`."""
+        keys = [key for key in (*TOP_LEVEL, "launcher") if key in task.values]
+        given = {key: self._resolved(config, key, task.values[key]) for key in keys}
+        lines = list(map(str, hydra.values["overrides"]["task"] or ()))
+        ours = [line for line in lines if line.lstrip("+").startswith(("launcher", *TOP_LEVEL))]
+        known = repr((given, ours, hydra.values.get("sweeper")))
+        if known not in self._settings:
+            params = OmegaConf.select(config, "hydra.sweeper.params")
+            of_yaml = dict(params) if isinstance(params, DictConfig) else {}
+            resolved = resolve(given, overrides=lines, sweep_params=cast(Any, of_yaml))
+            self._settings[known] = resolved
+        return self._settings[known]
 
-    def _text_of(self, top: str, name: str, plain: Any) -> str:
-        before, before_repr, text = self._text.get((top, name), (None, "", ""))
+    def _resolved(self, config: DictConfig, key: str, plain: Any) -> Any:
+        """Return a setting of ours as plain values; raise ConfigError if it cannot be resolved."""
+        interpolations = self._sections[key].interpolations
+        for each in interpolations:
+            try:
+                each.value()
+            except OmegaConfBaseException as e:
+                remedy = f"the interpolation cannot be resolved: {str(e).splitlines()[0]}"
+                raise ConfigError(each.name, each.text, remedy) from e
+        if not interpolations:
+            return plain
+        value = config[key]
+        is_config = isinstance(value, DictConfig | ListConfig)
+        return OmegaConf.to_container(value, resolve=True, enum_to_str=True) if is_config else value
+
+    def types(self, task: Frozen, hydra: Frozen) -> str:
+        """Return the first part of the file of the types, up to the calls."""
+        both = [task.types, hydra.types]
+        if both != self._types[0]:
+            types = json.dumps({"config": task.types, "hydra": hydra.types})
+            self._types = (both, f'{types[:-1]}, "calls": ')
+        return self._types[1]
+
+    def texts(self, config: Mapping[str, Any], *path: str) -> list[str]:
+        """Return ``to_yaml(config)`` in pieces; with a ``path``, as what stands there."""
+        if not config:
+            return [_yaml_at(path[:-1], path[-1], {}) if path else to_yaml({})]
+        pieces = [f"{'  ' * (len(path) - 1)}{path[-1]}:\n"] if path else []
+        for name, plain in config.items():
+            inner = (*path, name)
+            whole = ".".join(map(str, inner)) not in _OF_THE_JOB
+            pieces += [self._text_of(inner, plain)] if whole else self.texts(plain, *inner)
+        return pieces
+
+    def _text_of(self, path: tuple[str, ...], plain: Any) -> str:
+        before, before_repr, text = self._text.get(path, (None, "", ""))
         if plain is before and text:
             return text
         plain_repr = repr(plain)  # unlike ==, it distinguishes 1 from True
         if plain_repr != before_repr:
-            section = {name: plain}
-            text = to_yaml({top: section}).removeprefix(f"{top}:\n") if top else to_yaml(section)
-        self._text[top, name] = (plain, plain_repr, text)
+            text = _yaml_at(path[:-1], path[-1], plain)
+        self._text[path] = (plain, plain_repr, text)
         return text
 
 
-def _resolved(config: DictConfig, key: str) -> Any:
-    """Return a setting of ours as plain values; raise ConfigError if it cannot be resolved."""
-    encoder = Encoder()
-    plain, _ = encoder.encode(config._get_node(key), key)
-    if not encoder.interpolations:
-        return plain
-    for each in encoder.interpolations:
-        try:
-            each.value()
-        except OmegaConfBaseException as e:
-            remedy = f"the interpolation cannot be resolved: {str(e).splitlines()[0]}"
-            raise ConfigError(each.name, each.text, remedy) from e
-    value = config[key]
-    is_config = isinstance(value, DictConfig | ListConfig)
-    return OmegaConf.to_container(value, resolve=True, enum_to_str=True) if is_config else value
+def _yaml_at(path: Sequence[str], name: str, plain: Any) -> str:
+    """Return the lines of a key as they stand below others."""
+    section, is_leaf = {name: plain}, isinstance(plain, str | int)
+    if is_leaf and len(text := to_yaml(section)) < 60 and "\n" not in text[:-1]:
+        return "  " * len(path) + text
+    for top in reversed(path):
+        section = {top: section}
+    text = to_yaml(section)
+    for depth, top in enumerate(path):
+        text = text.removeprefix(f"{'  ' * depth}{top}:\n")
+    return text
 
 
 _FastDumper: Any = getattr(yaml, "CDumper", yaml.Dumper)

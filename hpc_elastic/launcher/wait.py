@@ -287,6 +287,6 @@ def read_handles(submission: Path, only: Path | None = None) -> list[RunHandle]:
         slots = time_slots_of(specs.values(), client) if is_own else ()
         jobs = SlurmJobs(ids, submission.parent, client, slots)
     return [
-        RunHandle(path, label_of(path), tuple(spec.task_names(job_ids)), submission, jobs)
+        RunHandle(path, label_of(path, spec), tuple(spec.task_names(job_ids)), submission, jobs)
         for path, spec in specs.items()
     ]

@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -275,11 +274,7 @@ def _make_step_folder(steps: Path, run_id: str) -> RunDir:
     run = RunDir(steps / run_id)
     make_folder(run.path, parents=True, mode=0o700)
     ownership.require_own(run.path)
-    staged = RunDir(Path(tempfile.mkdtemp(dir=run.path)))
-    make_folder(staged.first_term, parents=True)
-    with contextlib.suppress(OSError):  # another node was first
-        staged.rdzv.rename(run.rdzv)
-    shutil.rmtree(staged.path)
+    run.make_log_folder()
     for old in steps.iterdir():
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > _KEPT_S:

@@ -33,7 +33,7 @@ from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.event_schema import valid_events
 from hpc_elastic.run.events import Event, EventReader
 from hpc_elastic.run.redaction import redact, redact_argument
-from hpc_elastic.shared_files import read_tail, read_yaml, status_of
+from hpc_elastic.shared_files import parse_yaml, read_tail, status_of
 from hpc_elastic.site import ExpectedStart, expected_start
 from hpc_elastic.slurm.job_state import Phase
 from hpc_elastic.slurm.run_tasks import current_names
@@ -203,7 +203,7 @@ def read_details(view: RunView) -> RunDetails:
     wanted = spec and spec.settings.nodes
     return RunDetails(
         view=view,
-        label=label_of(run),
+        label=label_of(run, spec),
         nodes=(last.nodes if last and lives else 0, wanted.min, wanted.max) if wanted else None,
         status=last,
         round=int(view.status.round) if view.status else 0,
@@ -343,7 +343,7 @@ def report_of(view: RunView) -> Report:
 def _about(details: RunDetails) -> About:
     view, spec = details.view, details.view.spec
     status, ended = details.status or Point(view.now), view.ended
-    overrides = [redact_argument(line) for line in overrides_of(view.run.path)]
+    overrides = [redact_argument(line) for line in overrides_of(view.run.path, spec)]
     return About(
         run_id=details.run_id, directory=str(view.run.path), overrides=overrides_label(overrides),
         launcher=details.launcher, ft=spec is not None and spec.settings.ft, phase=view.phase,
@@ -401,7 +401,7 @@ def _kept(run: RunDir, notes: list[str]) -> list[dict[str, Any]] | None:
 
 def _configuration(details: RunDetails, notes: list[str]) -> Configuration:
     files, spec = RunDir(details.view.run.path), details.view.spec
-    config = _content(files.hydra / "config.yaml", notes)
+    config = _content(files, "config.yaml", spec, notes)
     if config is None and spec is not None:
         config = {"args": spec.entry.args} if spec.entry.kind == "function" else None
     if isinstance(config, dict):
@@ -414,12 +414,12 @@ def _configuration(details: RunDetails, notes: list[str]) -> Configuration:
     return Configuration(redact(settings), redact(config), redact(provenance))
 
 
-def _content(file: Path, notes: list[str]) -> Any:
-    """Return the values of a YAML file; None if there is none."""
+def _content(files: RunDir, name: str, spec: RunSpec | None, notes: list[str]) -> Any:
+    """Return the values of a file of ``.hydra``; None if there is none."""
     try:
-        return read_yaml(file)
+        return parse_yaml(files.hydra_text(name, spec), files.hydra / name)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as e:
-        notes.append(f"{file.name} cannot be read: {e}")
+        notes.append(f"{name} cannot be read: {e}")
         return None

@@ -27,7 +27,7 @@ from hpc_elastic.errors import RunDirectoryError, WorkerGroupError
 from hpc_elastic.report.failure import one_line
 from hpc_elastic.report.progress_log import TRAINING, Point
 from hpc_elastic.run.directory import Cancellation, RunDir, RunSpec
-from hpc_elastic.shared_files import read_json, read_yaml
+from hpc_elastic.shared_files import parse_yaml, read_json
 from hpc_elastic.slurm.job_state import Phase, TaskState
 from hpc_elastic.slurm.run_tasks import current_names
 from hpc_elastic.slurm.scheduler import QueueSnapshot, take_snapshot
@@ -283,18 +283,19 @@ def _read(
         return (damaged, None) if isinstance(e, ValueError) else (None, e)
 
 
-def overrides_of(run: Path) -> list[str]:
+def overrides_of(run: Path, spec: RunSpec | None) -> list[str]:
     """Return the overrides of a run; none for one that a program launched."""
+    name = "overrides.yaml"
     try:
-        overrides = read_yaml(RunDir(run).hydra / "overrides.yaml")
+        overrides = parse_yaml(RunDir(run).hydra_text(name, spec), RunDir(run).hydra / name)
     except OSError:
         return []
     return [str(line) for line in overrides] if isinstance(overrides, list) else []
 
 
-def label_of(run: Path) -> str:
+def label_of(run: Path, spec: RunSpec | None) -> str:
     """Return the overrides of a run in one line."""
-    return overrides_label(overrides_of(run))
+    return overrides_label(overrides_of(run, spec))
 
 
 def overrides_label(overrides: Sequence[str]) -> str:

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from hpc_elastic import shared_files
 from hpc_elastic.config.parse import restored, restored_settings, time_limit_s
 from hpc_elastic.config.schema import Backend, PoolSettings, RunSettings
-from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.errors import DamagedFileError, RunDirectoryError
 from hpc_elastic.run.task_name import task_name
 
 SUBMISSION = ".hpc_elastic"
@@ -109,7 +110,7 @@ class Pool:
         return None if self.time_min_s is None else self.time_s
 
 
-VERSION = 2
+VERSION = 3
 """Version of run.json; that of hpc_elastic 0.2.0 has none."""
 
 
@@ -132,6 +133,9 @@ class RunSpec:
     """Python, command line, git commit, dirty or not, host, user, time."""
     generation: int = 0
     """Number of resumptions. Tasks of an earlier generation do not belong to the run any more."""
+    hydra: dict[str, list[Any]] = field(default_factory=dict)
+    """The files of ``.hydra`` as pieces of text, from which `RunDir.complete` makes them; a number
+    is a piece that runs share (`ArrayFiles.texts`). A run that was resumed has none."""
 
     def task_names(self, job_ids: Mapping[int, str]) -> list[str]:
         """Return the names of the run's tasks by slot, as far as their arrays were submitted."""
@@ -141,6 +145,11 @@ class RunSpec:
             for slot, (k, index) in enumerate(self.tasks)
             if k in job_ids
         ]
+
+    @property
+    def texts(self) -> Path:
+        """The file of the pieces of text that its runs share."""
+        return Submission(Path(self.submission)).array(self.tasks[0][0] if self.tasks else 0).texts
 
     @property
     def pools(self) -> list[Pool]:
@@ -171,9 +180,12 @@ class RunSpec:
         return None if most is None else most - (attempt or 0)
 
     def to_json(self) -> str:
-        """Return the text of run.json."""
-        values = {**asdict(self), "settings": self.settings.as_config()}
-        return json.dumps({"version": VERSION, **values}, indent=2) + "\n"
+        """Return the text of run.json, a line for each value."""
+        values = {"version": VERSION, **vars(self)}
+        texts = {k: json.dumps(v, default=vars) for k, v in values.items() if k != "settings"}
+        texts["settings"] = self.settings.as_text
+        lines = ",\n".join(f'"{name}": {text}' for name, text in texts.items())
+        return f"{{\n{lines}\n}}\n"
 
     @classmethod
     def from_json(cls, raw: Any, settings: Any = None) -> RunSpec:
@@ -345,12 +357,58 @@ class RunDir:
 
     def create(self, spec: RunSpec) -> None:
         """Make the directory, its description and a secret; RunDirectoryError if it holds a run."""
-        for folder in (self.path, self.rdzv, self.results, self.notices, self.event_logs):
-            shared_files.make_folder(folder, parents=True)
+        shared_files.make_folder(self.path, parents=True)
         if not shared_files.create_atomic(self.spec, spec.to_json(), mode=0o600):
             raise self.taken_error()
-        shared_files.make_folder(self.first_term)
         shared_files.write_atomic(self.secret, os.urandom(32).hex(), mode=0o600)
+
+    def complete(self, spec: RunSpec, *, anew: bool = False) -> None:
+        """Make what else a run needs that starts; a run that waits is a folder and two files.
+
+        All tasks of the run may call it at once: they make the same, and ``rdzv`` last. ``anew``
+        replaces the files of another run that was there (login node).
+        """
+        has_log = self.rdzv.name in shared_files.names_in(self.path)
+        if has_log and not anew:
+            return
+        for folder in (self.results, self.notices, self.event_logs):
+            shared_files.make_folder(folder)
+        put = shared_files.write_atomic if anew else shared_files.create_atomic
+        for name in spec.hydra:
+            shared_files.make_folder(self.hydra)
+            text = self.hydra_text(name, spec)
+            put(self.hydra / name, text, mode=0o600)  # launcher.env may hold tokens
+        if has_log:
+            shared_files.make_folder(self.first_term)
+        else:
+            self.make_log_folder()
+
+    def make_log_folder(self) -> None:
+        """Make ``rdzv`` with its term folder, in one step, unless another process has made it."""
+        staged = self.path / f".rdzv.{os.urandom(8).hex()}"
+        shared_files.make_folder(staged / self.first_term.name, parents=True)
+        try:
+            staged.rename(self.rdzv)
+        except OSError:
+            if self.rdzv.name not in shared_files.names_in(self.path):
+                raise
+            shutil.rmtree(staged, ignore_errors=True)
+
+    def hydra_text(self, name: str, spec: RunSpec | None) -> str:
+        """Return the text of a file of ``.hydra``, which the run has only once it has started."""
+        pieces = None if spec is None else spec.hydra.get(name)
+        if spec is None or pieces is None:
+            return shared_files.read_text(self.hydra / name, shared_files.CONFIG_BYTES)
+        shared: list[str] = []
+        if not all(isinstance(piece, str) for piece in pieces):
+            owners = {shared_files.status_of(file).st_uid for file in (spec.texts, self.spec)}
+            if len(owners) > 1:
+                raise DamagedFileError(f"{self.spec} names a file of another user: {spec.texts}")
+            shared = shared_files.parse_json(shared_files.read_text(spec.texts), spec.texts)
+        try:
+            return "".join(p if isinstance(p, str) else shared[p] for p in pieces)
+        except (IndexError, KeyError, TypeError) as e:
+            raise DamagedFileError(f"{spec.texts} is damaged: {e}") from e
 
     def taken_error(self) -> RunDirectoryError:
         """Return the error for a directory that holds a run already."""
@@ -385,6 +443,8 @@ class ArrayFiles:
     script = _Suffixed(".sbatch")
     nodes = _Suffixed(".nodes")
     job_id_file = _Suffixed(".jobid")
+    texts = _Suffixed(".texts")
+    """Pieces of the files of ``.hydra`` that several of its runs have (`RunSpec.hydra`)."""
     replaced = _Suffixed(".replaced")
     """Folder of the replacements of its tasks (`slurm.run_tasks`)."""
 
@@ -431,7 +491,8 @@ class ArrayFiles:
         """
         for path in set(self.run_dirs()):
             RunDir(path).spec.unlink(missing_ok=True)
-        self.script.unlink(missing_ok=True)
+        for file in (self.script, self.texts):
+            file.unlink(missing_ok=True)
         self.tasks.unlink()
 
 

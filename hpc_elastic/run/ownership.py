@@ -75,7 +75,7 @@ def load_own(run: RunDir, *used: Path) -> RunSpec:
     submission, script = Path(spec.submission), spec.entry.script
     code = [*spec.entry.sys_path, *([str(Path(script).parent)] if script else [])]
     copied = (Path(path) for path in code if Path(path).is_relative_to(submission))
-    require_own(submission, *copied)  # see launcher.code_snapshot
+    require_own(submission, spec.texts, *copied)  # see launcher.code_snapshot
     return spec
 
 

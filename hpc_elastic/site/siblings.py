@@ -36,7 +36,7 @@ from hpc_elastic.errors import DamagedFileError, RunDirectoryError
 from hpc_elastic.run.directory import SUBMISSION, RunDir, RunSpec, Submission
 from hpc_elastic.run.fencing import last_index
 from hpc_elastic.run.task_name import index_of, job_of, task_name
-from hpc_elastic.shared_files import is_there, parse_json, read_json, read_text
+from hpc_elastic.shared_files import is_there, names_listed, parse_json, read_json, read_text
 from hpc_elastic.site.nodes import NodeState
 from hpc_elastic.site.value import NodeDemand, share_nodes
 from hpc_elastic.slurm import nodelist
@@ -447,7 +447,8 @@ class SweepQueue:
             if run.path not in self._specs:
                 self._specs[run.path] = run.load()
             spec = self._specs[run.path]
-            has_started = waits and last_index(run.rdzv) > 0
+            is_made = waits and run.rdzv.name in names_listed(run.path)
+            has_started = is_made and last_index(run.rdzv) > 0
         except (RunDirectoryError, FileNotFoundError):
             own = self._submission.job_ids().values()
             if is_there(run.spec) and not {job_of(task) for task in tasks}.isdisjoint(own):

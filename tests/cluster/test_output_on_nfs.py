@@ -18,7 +18,7 @@ from hpc_elastic.report import log_files
 from hpc_elastic.report.log_files import Discovery, Follower, LogLine, Selection
 from hpc_elastic.run.directory import Entry, RunDir
 from slurm_sandbox import nfs
-from specs import spec_of
+from specs import spec_of, started_run
 
 TASK = "7_0"
 MOUNTS = ["", pytest.param("nocto,", marks=pytest.mark.long)]
@@ -68,7 +68,7 @@ def runs(request, mounts):  # noqa: F811
     """One run directory as two nodes see it: that of the writer, that of the reader."""
     here = RunDir(mounts.server / "run")
     entry = Entry("function", "train", module="m")
-    here.create(spec_of("id", 1, 1, 1, 0, entry, str(mounts.server), [(0, 0)]))
+    started_run(here, spec_of("id", 1, 1, 1, 0, entry, str(mounts.server), [(0, 0)]))
     here.tasks.mkdir()
     pair = mounts.pair(f"{request.param}dirty=600,actimeo=600")
     return tuple(RunDir(seen / "run") for seen in pair)

@@ -16,7 +16,7 @@ from hpc_elastic.slurm.job_state import Phase
 from hpc_elastic.slurm.requeue import requeue_or_exit
 from hpc_elastic.slurm.run_tasks import current_names
 from hpc_elastic.slurm.scheduler import Scheduler
-from specs import spec_of
+from specs import spec_of, started_run
 
 DEADLINE_S = 60
 """Half of the two minutes for which Slurm would hold a requeued task."""
@@ -44,7 +44,8 @@ class Run:
         files.script.write_text(text)
         tasks = [(0, index) for index in range(num_tasks)]
         entry = Entry("function", "f", "f.py")
-        self.dir.create(spec_of("r", 1, num_tasks, 1, 0, entry, str(self.submission.path), tasks))
+        spec = spec_of("r", 1, num_tasks, 1, 0, entry, str(self.submission.path), tasks)
+        started_run(self.dir, spec)
         job = self.client._run(["sbatch", "--parsable", str(files.script)]).strip()
         files.submitted_as(job)
         return job

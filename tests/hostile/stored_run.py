@@ -11,7 +11,7 @@ from hpc_elastic.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEn
 from hpc_elastic.run.directory import Entry, RunDir, Submission
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.log_index import index_of
-from specs import spec_of
+from specs import spec_of, started_run
 
 TASK = "17_0"
 LOG = Path("tasks", TASK, "attempt-0", "round-1.rank-0.out")
@@ -37,7 +37,7 @@ def make_run(sweep: Path) -> RunDir:
         "train-1", 1, 1, 1, 3, Entry("hydra", "main"), str(submission.path), [(0, 0)],
         launcher="local", provenance={"time": "2030-01-31T12:00:00+00:00"},
     )  # fmt: skip
-    run.create(made)
+    started_run(run, made)
     now = time.time()
     ended = {
         "state": "ENDED", "pid": 1, "started": 1, "exit_code": 0, "host": "h", "launcher": 1,

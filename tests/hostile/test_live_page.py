@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from hpc_elastic.run.directory import Entry, RunDir, Submission
-from specs import spec_of
+from specs import spec_of, started_run
 
 PATIENCE_S = 60.0
 _SERVE = """
@@ -87,7 +87,7 @@ def run_in(folder: Path) -> RunDir:
     submission.array(0).submitted_as("7")
     run = RunDir(folder / "0")
     entry = Entry("hydra", "main")
-    run.create(spec_of(NASTY, 1, 1, 1, 0, entry, str(submission.path), [(0, 0)]))
+    started_run(run, spec_of(NASTY, 1, 1, 1, 0, entry, str(submission.path), [(0, 0)]))
     run.hydra.mkdir()
     overrides = [f"note={NASTY}", f"{NASTY}=1"]
     (run.hydra / "overrides.yaml").write_text(json.dumps(overrides))

@@ -28,7 +28,7 @@ from hpc_elastic.slurm.environment import as_array_task
 from hpc_elastic.slurm.local_queue import start_ticks
 from hpc_elastic.slurm.scheduler import Scheduler
 from hpc_elastic.testing.fake_slurm import FakeSlurm
-from specs import set_launcher, spec_of
+from specs import set_launcher, spec_of, started_run
 
 
 def make_run(
@@ -42,7 +42,8 @@ def make_run(
     run = RunDir(sweep / "run")
     array.tasks.write_text(json.dumps({"runs": [{"dir": str(run.path), "slot": 0}]}))
     entry = Entry("function", "f", script)
-    run.create(spec_of("r", 1, 1, 1, 0, entry, str(submission.path), [(0, 0)], launcher=launcher))
+    spec = spec_of("r", 1, 1, 1, 0, entry, str(submission.path), [(0, 0)], launcher=launcher)
+    started_run(run, spec)
     return run
 
 

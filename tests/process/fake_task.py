@@ -6,12 +6,15 @@ import sys
 import time
 from pathlib import Path
 
+from hpc_elastic.run.directory import RunDir
+
 
 def main() -> None:
     """Play the task that SLURM_ARRAY_TASK_ID names; its run's config says what happens."""
     run = Path(_runs()[int(os.environ["SLURM_ARRAY_TASK_ID"])]["dir"])
-    launcher = json.loads((run / "run.json").read_text())["settings"]["launcher"]
-    plot = launcher["env"].get("PLOT", "succeed")
+    spec = RunDir(run).load()
+    RunDir(run).complete(spec)
+    plot = spec.settings.launcher.env.get("PLOT", "succeed")
     print(f"task {os.environ['SLURM_ARRAY_TASK_ID']} plays {plot}", flush=True)
     if plot == "die":
         sys.exit("the interpreter is broken")

@@ -55,7 +55,7 @@ from hpc_elastic.run.directory import RUN_DIR_VARIABLE, Entry, RunDir
 from hpc_elastic.worker import reporting
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from specs import spec_of
+from specs import spec_of, started_run
 
 TOLERANCE = 1e-9
 """Of the relative difference of the parameters: the world size changes the order of sums."""
@@ -376,7 +376,7 @@ class Run:
         self._num_groups = 0
         path.mkdir()
         entry = Entry("function", "train", module="user")
-        RunDir(path).create(spec_of(path.name, 1, 3, 1, 0, entry, str(path), [(0, 0)]))
+        started_run(RunDir(path), spec_of(path.name, 1, 3, 1, 0, entry, str(path), [(0, 0)]))
 
     def attempt(self, attempt: Attempt, plant: Callable[[], None] | None) -> list[str]:
         """Run a group; return how each of its workers ended: done, killed, refused, or failed."""

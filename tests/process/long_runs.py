@@ -12,7 +12,7 @@ from pathlib import Path
 from hpc_elastic.rendezvous.run_status import spacing_s
 from hpc_elastic.run.directory import Entry, RunDir
 from hpc_elastic.run.event_schema import LossReason, problems
-from specs import spec_of
+from specs import spec_of, started_run
 
 JOB = "4711"
 STEPS_PER_S = 0.11
@@ -202,7 +202,7 @@ def write(run: LongRun, folder: Path, *, env: dict[str, str] | None = None) -> P
                     "argv": ["train.py", "-m", "lr=0.0006"],
                     "user": "ada", "host": "login1", "git": {"commit": "0f3c2d1"}},
     )  # fmt: skip
-    files.create(spec)
+    started_run(files, spec)
     files.hydra.mkdir()
     (files.hydra / "overrides.yaml").write_text("[lr=0.0006, model=medium]")
     (files.hydra / "config.yaml").write_text("lr: 0.0006\nmodel: {name: medium, layers: 24}\n")

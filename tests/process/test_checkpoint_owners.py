@@ -20,7 +20,7 @@ from hpc_elastic.checkpoint.snapshot import Snapshots, is_out_of_memory
 from hpc_elastic.checkpoint.store import Store, read_manifest, verify_checkpoint
 from hpc_elastic.errors import CheckpointError, ConfigError, WorkerGroupError
 from hpc_elastic.run.directory import Entry, RunDir
-from specs import spec_of
+from specs import spec_of, started_run
 
 # ---- two runs -----------------------------------------------------------------------------
 
@@ -33,7 +33,7 @@ def enter(tmp_path, monkeypatch):
         run = RunDir(tmp_path / name)
         if not run.path.exists():
             entry = Entry("function", "f", module="m")
-            run.create(spec_of(name, 1, 1, 1, 0, entry, str(tmp_path), [(0, 0)]))
+            started_run(run, spec_of(name, 1, 1, 1, 0, entry, str(tmp_path), [(0, 0)]))
         monkeypatch.setenv("HPC_ELASTIC_FENCE", str(run.rdzv / "entry.2.json"))
         return run
 

@@ -14,7 +14,7 @@ from hpc_elastic.cli.main import main
 from hpc_elastic.run.directory import Entry, RunDir
 from hpc_elastic.shared_files import write_atomic
 from made_events import begun, event, group, left, node, notice, stop
-from specs import spec_of
+from specs import spec_of, started_run
 
 EVENTS_ARE_INCOMPLETE = True
 """Some are damaged."""
@@ -29,7 +29,7 @@ def run(tmp_path) -> RunDir:
     """A run of two nodes that trains."""
     made = RunDir(tmp_path / "run")
     entry = Entry("function", "f", module="m")
-    made.create(spec_of("r", 1, 2, 1, 0, entry, str(tmp_path), [(0, 0), (0, 1)]))
+    started_run(made, spec_of("r", 1, 2, 1, 0, entry, str(tmp_path), [(0, 0), (0, 1)]))
     write(made, *EVENTS)
     return made
 

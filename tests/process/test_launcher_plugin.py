@@ -15,6 +15,7 @@ from hpc_elastic._util import hydra_release
 from hpc_elastic.config.schema import SlurmSettings
 from hpc_elastic.errors import ConfigError, HpcElasticError, WorkerGroupError
 from hpc_elastic.launcher.sweep import check_choices, hide_traceback
+from hpc_elastic.run.directory import RunDir
 
 ROOT = Path(__file__).parents[2]
 FAKE_TASK = str(Path(__file__).parent / "fake_task.py")
@@ -174,7 +175,8 @@ def test_dry_run_freezes_and_starts_nothing(app, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "2 runs, 2 tasks, 1 array" in done.stdout
     assert "runs in out/" in done.stdout
-    assert (tmp_path / "out" / "1" / ".hydra" / "config.yaml").exists()
+    run = RunDir(tmp_path / "out" / "1")
+    assert run.hydra_text("config.yaml", run.load()).count("\nlr: 2\n")
     assert not list(tmp_path.rglob("*.jobid"))
 
 

@@ -20,7 +20,7 @@ from hpc_elastic.slurm.job_state import Phase
 from hpc_elastic.slurm.local_queue import LocalQueue, start_ticks
 from hpc_elastic.slurm.requeue import requeue_after, requeue_or_exit
 from hpc_elastic.slurm.scheduler import Scheduler
-from specs import spec_of
+from specs import spec_of, started_run
 
 DEADLINE_S = 60.0
 TASK = """
@@ -52,7 +52,7 @@ class Queue:
         self.spec = spec_of(
             "r", 1, num_tasks, 1, 0, entry, str(submission.path), slots, launcher="local", **options
         )
-        self.run.create(self.spec)
+        started_run(self.run, self.spec)
         tasks = [
             local.LocalTask(
                 7, n, submission.array(0).tasks, self.run, cpus=1, slot=n,

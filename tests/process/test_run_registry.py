@@ -197,6 +197,7 @@ def test_jobs_that_slurm_ends_for_hours_do_not_forbid_a_resume(tmp_path, monkeyp
     """The epilog, or a stage-out, may hang; right after the end an agent may still run."""
     written_plan(tmp_path)
     run = RunDir(tmp_path / "0")
+    run.complete(run.load())
     ended = {"status": "failed", "ended": time.time() - ended_ago_s}
     run.result.write_text(json.dumps(ended))
     left = {"7_0": TaskState("7_0", "COMPLETING"), "7_1": TaskState("7_1", "STAGE_OUT")}

@@ -24,7 +24,7 @@ from hpc_elastic.site import next_gap
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.parsing import RESERVED, Partition, QueuedJob
 from hpc_elastic.slurm.scheduler import QueueSnapshot
-from specs import spec_of
+from specs import spec_of, started_run
 
 NOW = 1_900_000_000.0
 FAILURE = {
@@ -43,7 +43,7 @@ def made(folder: Path, num_tasks: int = 2, **fields) -> RunDir:
         [(0, index) for index in range(num_tasks)], **fields,
     )  # fmt: skip
     run = RunDir(folder / "0")
-    run.create(spec)
+    started_run(run, spec)
     return run
 
 

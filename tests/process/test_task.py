@@ -14,7 +14,7 @@ from hpc_elastic.shared_files import make_folder
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import REPLACEMENT, SlurmEnvironment
 from hpc_elastic.slurm.job_state import TaskState
-from specs import spec_of
+from specs import spec_of, started_run
 
 ARRAY_TASK = {
     "SLURM_JOB_ID": "72",
@@ -44,7 +44,7 @@ def array(tmp_path):
     entry = Entry("function", "f", "f.py")
     tasks = [(0, 0), (0, 1)]
     run = RunDir(tmp_path / "0")
-    run.create(spec_of("r", 1, 2, 1, 0, entry, str(submission), tasks))
+    started_run(run, spec_of("r", 1, 2, 1, 0, entry, str(submission), tasks))
 
     def write(**content):
         file = submission / "array-0.json"

@@ -28,7 +28,7 @@ from hpc_elastic.agent.warm_workers import (
 from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
 from hpc_elastic.config.schema import AgentSettings, LocalSettings, NodeRange, RunSettings
 from hpc_elastic.run.directory import Entry, RunDir
-from specs import spec_of
+from specs import spec_of, started_run
 
 SCRIPT = """
 import os, signal, sys
@@ -141,7 +141,7 @@ class Node:
             cwd=str(self.folder), sys_path=[str(self.folder)],
         )  # fmt: skip
         agent = AgentSettings(warm_imports=list(imports))
-        self.run.create(spec_of("r", 1, 1, 1, 0, entry, "", [(0, 0)], agent=agent))
+        started_run(self.run, spec_of("r", 1, 1, 1, 0, entry, "", [(0, 0)], agent=agent))
 
     def entry_that_waits(self) -> None:
         """Let warm workers import a module that creates ``began``, and waits for ``go``."""

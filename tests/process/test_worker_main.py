@@ -37,7 +37,7 @@ from hpc_elastic.run.directory import Entry, RunDir
 from hpc_elastic.transport.auth import FrameSigner
 from hpc_elastic.transport.messages import pack
 from hpc_elastic.worker.shared_page import DIRECTORY_VARIABLE, SharedPage
-from specs import spec_of
+from specs import spec_of, started_run
 
 SCRIPT = """
 import os, sys
@@ -255,7 +255,7 @@ class Job:
             sys_path=list(sys_path),
         )  # fmt: skip
         run = RunDir(self.folder / "run")
-        run.create(spec_of("r", 1, 1, 1, 0, entry, "", [(0, 0)], **settings))
+        started_run(run, spec_of("r", 1, 1, 1, 0, entry, "", [(0, 0)], **settings))
         env = {
             **os.environ, "RANK": "0", "LOCAL_RANK": "0", "HPC_ELASTIC_ROUND": "1",
             "TORCHELASTIC_ERROR_FILE": str(self.files.error),

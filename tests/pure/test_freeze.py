@@ -30,6 +30,7 @@ from hpc_elastic.launcher.sweep import (
     freeze_job,
     to_yaml,
 )
+from hpc_elastic.report.run_view import label_of
 from hpc_elastic.run.directory import Entry, RunDir
 
 ENTRY = Entry("function", "main", script="/code/train.py")
@@ -38,14 +39,14 @@ ENTRY = Entry("function", "main", script="/code/train.py")
 def write_job(config, *, shared=None, number=0):
     """Return the config that a worker would make of the files of a job."""
     job = freeze_job(config, number, ENTRY, shared)
-    files = job.request.hydra_files
+    files = {name: "".join(pieces) for name, pieces in job.request.hydra_files.items()}
     values = OmegaConf.to_container(OmegaConf.create(files["config.yaml"]))
     return decode(Frozen(values, json.loads(files[FROZEN_FILE])["config"]))
 
 
 def calls_of(job):
     """Return the recorded calls of a job by name and arguments: results, and whether fixed."""
-    calls = json.loads(job.request.hydra_files[FROZEN_FILE])["calls"]
+    calls = json.loads("".join(job.request.hydra_files[FROZEN_FILE]))["calls"]
     return {(call["name"], *call["args"]): (call["result"], call["is_fixed"]) for call in calls}
 
 
@@ -244,11 +245,45 @@ def test_hydra_files_are_those_of_hydra(sweep, tmp_path):
     job = freeze_job(config, 0, ENTRY)
     plan = make_plan([job.request], tmp_path / "s" / ".hpc_elastic", max_array_size=9)
     write(plan, "train")
+    RunDir(job.request.dir).complete(RunDir(job.request.dir).load())
     folder = RunDir(job.request.dir).hydra
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
     assert OmegaConf.load(folder / "config.yaml").lr == 7
     assert OmegaConf.load(folder / "hydra.yaml").hydra.runtime.output_dir == f"{tmp_path}/s/0"
     assert OmegaConf.load(folder / "overrides.yaml") == ["lr=7"]
+
+
+def test_a_run_of_a_sweep_that_waits_is_three_files_and_folders_of_few_bytes(
+    sweep, tmp_path, monkeypatch
+):
+    """What the runs share is written once; a list of them names each by its overrides."""
+    monkeypatch.chdir(tmp_path)
+    composer, shared = SweepComposer(*sweep), SharedSections()
+    lines = [[f"lr={n}", "+launcher.wait=false"] for n in range(99)]
+    with cached_grammar():
+        jobs = [freeze_job(composer.compose(o), n, ENTRY, shared) for n, o in enumerate(lines)]
+    folder = jobs[0].request.dir.parent
+    plan = make_plan([job.request for job in jobs], folder / ".hpc_elastic", max_array_size=999)
+    specs = write(plan, "train")
+    for number, (job, spec) in enumerate(zip(jobs, specs, strict=True)):
+        run = RunDir(job.request.dir)
+        assert sorted(path.name for path in run.path.iterdir()) == ["run.json", "secret"]
+        assert run.load() == spec
+        assert label_of(run.path, spec) == f"lr={number}"
+        for name, pieces in job.request.hydra_files.items():
+            assert run.hydra_text(name, spec) == "".join(pieces)
+    num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    assert num_bytes / len(jobs) < 5_000
+    assert len({id(job.request.settings) for job in jobs}) == 1, "they were resolved once"
+
+
+@pytest.mark.parametrize("text", ["7", "-3", "0.25", "-0.5", "1_0", "007", "1e3", "a", "", "[1,2]"])
+def test_a_number_is_parsed_as_by_hydra(sweep, text):
+    """Of a key that was parsed before; all else is left to Hydra's parser."""
+    composer = SweepComposer(*sweep)
+    for key in ("lr", "+opt.b", "++opt.c"):
+        composer._parse(f"{key}=1")
+        assert composer._parse(f"{key}={text}") == composer._parser.parse_override(f"{key}={text}")
 
 
 def test_sections_that_jobs_share_are_written_as_any_other(sweep, tmp_path):
@@ -263,9 +298,9 @@ def test_sections_that_jobs_share_are_written_as_any_other(sweep, tmp_path):
             job = freeze_job(composer.compose(overrides), number, ENTRY, shared)
         alone = freeze_job(loader.load_sweep_config(master, overrides), number, ENTRY)
         assert (job.task, job.hydra) == (alone.task, alone.hydra)
-        text = shared.yaml(job.hydra.values, top="hydra")
+        text = "".join(shared.texts(job.hydra.values, "hydra"))
         assert text == to_yaml({"hydra": alone.hydra.values})
-        assert shared.yaml(job.task.values) == to_yaml(alone.task.values)
+        assert "".join(shared.texts(job.task.values)) == to_yaml(alone.task.values)
         assert yaml.safe_load(text)["hydra"]["mode"] == "MULTIRUN"  # a text, no Python object
 
 
@@ -275,7 +310,8 @@ def test_sections_that_only_look_equal_are_told_apart(top):
     shared = SharedSections()
     configs = [{"a": {"x": x}, "b": 2} for x in (1, True, 1.0, "1", None, 1)]
     for config in [*configs, {"b": [2]}, {}, configs[0]]:
-        assert shared.yaml(config, top=top) == to_yaml({top: config} if top else config)
+        pieces = shared.texts(config, *filter(None, [top]))
+        assert "".join(pieces) == to_yaml({top: config} if top else config)
 
 
 def test_hydra_can_compose_after_the_sweep(sweep):

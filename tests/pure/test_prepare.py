@@ -7,12 +7,13 @@ import json
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings, SlurmSettings
-from hpc_elastic.errors import ConfigError, RunDirectoryError
+from hpc_elastic.errors import ConfigError, DamagedFileError, RunDirectoryError
 from hpc_elastic.launcher.plan import Plan, RunRequest, make_plan
 from hpc_elastic.launcher.submit import (
     lay_out,
@@ -160,6 +161,56 @@ def test_submissions_at_the_same_moment_have_arrays_of_their_own(tmp_path):
         spec = RunDir(tmp_path / str(number)).load()
         assert spec.tasks == [(array.number, 0), (array.number, 1)]
     assert len({plan.arrays[0].number for plan in made}) == 8
+
+
+def test_all_tasks_of_a_run_make_the_rest_of_its_directory_at_once(tmp_path):
+    """They make the same; one that comes later changes nothing, such as the term of a leader."""
+    plan, run = plan_in(tmp_path), RunDir(tmp_path / "0")
+    files = {"config.yaml": ["a: 1\n", "b: 2\n"], "overrides.yaml": ["- a=1\n"]}
+    request = replace(plan.runs[0], hydra_files=files)
+    (spec,) = write(replace(plan, runs=(request,)), "train")
+    waiting = sorted(path.name for path in run.path.iterdir())
+    assert waiting == ["run.json", "secret"]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: run.complete(run.load()), range(8)))
+    made = {str(path.relative_to(run.path)) for path in run.path.rglob("*")}
+    assert made == {
+        *waiting, "events", "preempt", "results", "rdzv", "rdzv/term.0",
+        ".hydra", ".hydra/config.yaml", ".hydra/overrides.yaml",
+    }  # fmt: skip
+    assert (run.hydra / "config.yaml").read_text() == "a: 1\nb: 2\n"
+    assert stat.S_IMODE((run.hydra / "config.yaml").stat().st_mode) == 0o600
+    run.first_term.rename(run.rdzv / "term.1")
+    run.complete(spec)
+    assert [path.name for path in run.rdzv.iterdir()] == ["term.1"]
+
+
+def test_a_directory_that_was_used_before_has_the_files_of_the_new_run(tmp_path):
+    """By Hydra's own launcher, or by a run whose run.json was removed: all is made at once."""
+    plan, run = plan_in(tmp_path), RunDir(tmp_path / "0")
+    run.hydra.mkdir(parents=True)
+    run.first_term.mkdir(parents=True)
+    (run.hydra / "config.yaml").write_text("old: 1\n")
+    request = replace(plan.runs[0], hydra_files={"config.yaml": ["new: 1\n"]})
+    write(replace(plan, runs=(request,)), "train")
+    assert (run.hydra / "config.yaml").read_text() == "new: 1\n"
+    assert run.event_logs.is_dir() and run.first_term.is_dir()
+
+
+def test_pieces_of_a_config_that_are_missing_are_damage(tmp_path):
+    """Whether the file of the shared pieces is away, or has too few."""
+    plan, files = plan_in(tmp_path, runs=2), {"config.yaml": ["a: 1\n", "b: 2\n"]}
+    write(replace(plan, runs=tuple(replace(r, hydra_files=files) for r in plan.runs)), "train")
+    run = RunDir(tmp_path / "1")
+    spec = run.load()
+    assert run.hydra_text("config.yaml", spec) == "a: 1\nb: 2\n"
+    assert stat.S_IMODE(spec.texts.stat().st_mode) == 0o600
+    spec.texts.write_text("[]")
+    with pytest.raises(DamagedFileError, match="is damaged"):
+        run.hydra_text("config.yaml", spec)
+    spec.texts.unlink()
+    with pytest.raises(FileNotFoundError):
+        run.complete(spec)
 
 
 def test_of_two_that_submit_the_same_run_one_is_refused(tmp_path):

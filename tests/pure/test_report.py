@@ -48,7 +48,7 @@ from made_events import (
     timeline,
     trains,
 )
-from specs import spec_of
+from specs import spec_of, started_run
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))
 
@@ -450,7 +450,7 @@ def run(tmp_path) -> RunDir:
     submission.mkdir()
     files = RunDir(tmp_path / "0")
     env = {"WANDB_API_KEY": "hidden-one"}
-    files.create(spec_of(
+    started_run(files, spec_of(
         "run-1", 1, 2, 1, 3, Entry("function", "f", args=[{"token": "hidden-two"}]),
         str(submission), [(0, 0), (0, 1)], launcher="local", env=env,
         provenance={"argv": ["a.py", "launcher.env.X=hidden-three"], "environment": {"P": "/p"}},

@@ -20,7 +20,7 @@ from hpc_elastic.report.run_view import phase_of, read_view
 from hpc_elastic.run.directory import Cancellation, Entry, RunDir, Submission
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.scheduler import QueueSnapshot
-from specs import spec_of
+from specs import spec_of, started_run
 
 RUNS, ENDS = TaskState("17_0", "RUNNING"), TaskState("17_0", "COMPLETING")
 WAITS = TaskState("17_0", "PENDING", "Resources")
@@ -35,7 +35,8 @@ def made(folder, num_tasks: int = 1, **fields) -> RunDir:
     run = RunDir(folder / "0")
     entry = Entry("hydra", "main")
     slots = [(0, index) for index in range(num_tasks)]
-    run.create(spec_of("train-1", 1, num_tasks, 1, 3, entry, str(submission.path), slots, **fields))
+    spec = spec_of("train-1", 1, num_tasks, 1, 3, entry, str(submission.path), slots, **fields)
+    started_run(run, spec)
     return run
 
 

@@ -27,7 +27,7 @@ from hpc_elastic.site.siblings import (
 )
 from hpc_elastic.site.value import NodeDemand
 from hpc_elastic.slurm.job_state import TaskState
-from specs import spec_of
+from specs import spec_of, started_run
 
 AWAY = 60.0
 
@@ -306,7 +306,7 @@ def two_runs(tmp_path) -> list[RunDir]:
         slots = [(0, 2 * n), (0, 2 * n + 1)]
         entry = Entry("function", "main", script="/x.py")
         where = {"partition": "low", "whole_nodes": True}
-        run.create(spec_of("r", 2, 2, 1, 0, entry, str(submission.path), slots, **where))
+        started_run(run, spec_of("r", 2, 2, 1, 0, entry, str(submission.path), slots, **where))
         (run.rdzv / "entry.1.json").touch()
     return runs
 
@@ -314,6 +314,14 @@ def two_runs(tmp_path) -> list[RunDir]:
 def queue_of(run: RunDir, client: FakeClient) -> SweepQueue:
     """Return the queue as this run's leader sees it."""
     return SweepQueue(run, run.load(), None, client, lambda kind, **fields: None)
+
+
+def test_a_run_that_has_not_started_has_no_log(two_runs):
+    """Its first task makes the folder; it needs its minimum all the same."""
+    shutil.rmtree(two_runs[1].rdzv)
+    queue, waits = queue_of(two_runs[0], FakeClient()), TaskState("7_2", "PENDING")
+    found = queue._queued(two_runs[1], ["7_2", "7_3"], {"7_2": waits})
+    assert (found.has_started, found.min_nodes) == (False, 2)
 
 
 def test_tasks_that_were_moved_start_on_nodes_of_the_partition_where_they_wait(two_runs):

@@ -17,7 +17,7 @@ from hpc_elastic.report.run_view import RunEnd, RunReading
 from hpc_elastic.run.directory import Entry, Submission
 from hpc_elastic.shared_files import read_json
 from hpc_elastic.slurm.job_state import TaskState
-from specs import spec_of
+from specs import spec_of, started_run
 
 RUNNING = TaskState("7_0", "RUNNING", node="n1")
 PENDING = TaskState("7_1", "PENDING", "Resources")
@@ -79,7 +79,7 @@ def run(tmp_path):
 def create(run: RunHandle, *slots: tuple[int, int], least: int = 1, **fields) -> None:
     """Write run.json of a run with tasks in these arrays, at these indexes."""
     num, entry, where = len(slots), Entry("hydra", "main"), str(run.submission)
-    run.paths.create(spec_of("train", least, num, 1, 3, entry, where, list(slots), **fields))
+    started_run(run.paths, spec_of("train", least, num, 1, 3, entry, where, list(slots), **fields))
 
 
 def waiter(script: Script, runs, shown: Shown) -> Waiter:

@@ -502,7 +502,7 @@ def results_of(run: RunDir) -> dict[str, Any]:
 
 def params_of(run: Path, spec: RunSpec) -> dict[str, Any]:
     """Return the parameters by which the runs of a sweep differ, without secrets."""
-    lines = [redact_argument(line) for line in overrides_of(run)]
+    lines = [redact_argument(line) for line in overrides_of(run, spec)]
     found = {}
     for line in filter(overrides_label, ([line] for line in lines)):
         key, _, value = unescaped(line[0]).lstrip("+").partition("=")

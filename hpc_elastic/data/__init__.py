@@ -27,11 +27,25 @@ With gradient accumulation, or a fault-tolerant manager:
 `ElasticStream` does the same for sharded data that can only be read sequentially: files, ranges,
 generators. It is used like the sampler, with ``DataLoader(stream.dataset, batch_sampler=stream)``.
 
-The package imports NumPy, but not torch.
+The package imports NumPy at the first use of a name, and not torch.
 """
 
-from hpc_elastic.data.batch import GlobalBatch
-from hpc_elastic.data.sampler import ElasticSampler
-from hpc_elastic.data.stream import ElasticStream, count_samples
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpc_elastic.data.batch import GlobalBatch
+    from hpc_elastic.data.sampler import ElasticSampler
+    from hpc_elastic.data.stream import ElasticStream, count_samples
 
 __all__ = ["ElasticSampler", "ElasticStream", "GlobalBatch", "count_samples"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import NumPy only where samples are drawn: an agent divides a batch, and does without."""
+    if name in __all__:
+        from hpc_elastic.data import batch, sampler, stream
+
+        return next(getattr(m, name) for m in (batch, sampler, stream) if hasattr(m, name))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -36,8 +36,8 @@
        |- AbortedError
        `- CollectiveTimeoutError (TimeoutError)
 
-Rendezvous errors are torch's own (torch.distributed.elastic.rendezvous), because torch's agent
-acts on their types.
+With torchrun, rendezvous errors are torch's own (torch.distributed.elastic.rendezvous), because
+its agent acts on their types.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class IdleScheduler:
     def _do_nothing(self, *_: object) -> None:
         """Nothing is queued."""
 
-    cancel_pending = postpone_pending = _do_nothing
+    prepare_store = cancel_pending = postpone_pending = _do_nothing
     restart_tasks = readmit = exclude_nodes = log_of = _do_nothing
 
 

@@ -2,7 +2,7 @@
 
 ARRAY is ``<sweep>/.hpc_elastic/array-<k>.json``; the task finds its run there by its index in the
 job array, or by its node's id in a co-allocated job. A task that starts after its run has ended
-exits with 0 at once, before torch is imported.
+exits with 0 at once.
 
 Signals are caught before anything else is imported: one that ended this process would end its task.
 

@@ -1,71 +1,54 @@
-"""torch's LocalElasticAgent, with the run's leader deciding on restarts.
+"""The agent of one node, which supervises its workers; the run's leader decides on restarts.
 
+It is torch's elastic agent in what a worker sees: its environment, its process group, its signals.
 torch's agent counts restarts for itself, on each node, and takes a collective that broke because a
 peer died for a failure of its own worker. Here an agent reports what happened and waits for the
-leader, which sees all nodes: it starts another round, or ends the run.
+leader, which sees all nodes: it starts another round, or ends the run. Nothing here imports torch.
 
 While this node is under notice (`hpc_elastic.agent.preemption`) its workers go on, until the leader
 stops the round at a checkpoint or there is no sense in waiting. Once they are stopped, nothing that
 they have started lives on (`hpc_elastic.agent.process_cleanup`).
 
-All use of torch's private names is in this module: `_monitor_workers`,
-`_start_workers`, `_stop_workers`, `_rendezvous`, `_shutdown`, `_exit_barrier`,
-`_assign_worker_ranks`, `_construct_event`, `_remaining_restarts`, `_pcontext`,
-`SubprocessContext.subprocess_handlers`, `SubprocessHandler._popen`, `_stdout`, `_stderr`;
-tests/process/test_elastic_agent.py fails if torch changes them.
+Source of the environment: https://docs.pytorch.org/docs/stable/elastic/run.html
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from torch.distributed.elastic.agent.server.api import (
-    DEFAULT_ROLE,
-    RunResult,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.events.api import Event, EventSource
-from torch.distributed.elastic.multiprocessing import (
-    LogsDest,
-    LogsSpecs,
-    SubprocessContext,
-)
-from torch.distributed.elastic.multiprocessing import api as processes
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from hpc_elastic._util import PASSING
 from hpc_elastic.agent import hang_watch, preemption, process_cleanup, worker_failures
 from hpc_elastic.agent.log_retention import LogRetention
 from hpc_elastic.agent.metrics import WorkerObserver, apart_workers
 from hpc_elastic.agent.output_times import OutputTimes
-from hpc_elastic.agent.signals import STOP, ignore_preemption_signals, name_of
+from hpc_elastic.agent.signals import STOP, SignalError, name_of, raise_signals
 from hpc_elastic.agent.stacks import process_state, stacks_file, take_stacks
 from hpc_elastic.agent.warm_workers import WarmWorkerPool, is_training
 from hpc_elastic.agent.worker_channel import WorkerChannel
 from hpc_elastic.checkpoint.node_memory import AgentFolder
 from hpc_elastic.config.schema import AgentSettings
 from hpc_elastic.data.batch import THROUGHPUTS_VARIABLE
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.ft.manager_relay import STORE_KEY
 from hpc_elastic.ft.messages import SOCKET_ENV, HealFailed, StateMismatch
 from hpc_elastic.rendezvous.log_entry import Agent
 from hpc_elastic.rendezvous.messages import Failed, Finished, PreemptionNotice, RoundInfo
 from hpc_elastic.rendezvous.replica_state import results_of
+from hpc_elastic.rendezvous.round_stores import CONNECT_S, RoundStores
 from hpc_elastic.rendezvous.session import Session
-from hpc_elastic.rendezvous.torch_handler import SlurmRendezvousHandler
 from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import EventLog
@@ -95,6 +78,8 @@ _START_PAUSE_S, _LONGEST_START_PAUSE_S = 1.0, 30.0
 _START_WITHIN_S = 300.0
 """A node that cannot start its workers for so long reports that as their failure."""
 _REAP_EVERY_S = 2.0
+_KILL_WAIT_S = 5.0
+"""Longest wait for killed processes; one that hangs in the kernel is left behind."""
 _IMPORT_S = 20.0
 """A node that comes late joins after that, even if its warm workers still import."""
 
@@ -104,6 +89,9 @@ class AgentContext:
     """What an agent works with.
 
     Attributes:
+        command: The command line of the workers.
+        nproc: Their number.
+        join_timeout_s: The longest wait for a round.
         control: Folder of the control pages, in memory.
         notices: Where a notice for this node is found.
         is_command: Whether the workers run a command, which succeeds by its exit code.
@@ -112,6 +100,12 @@ class AgentContext:
 
     place: worker_failures.NodeIdentity
     attempt: int
+    run_id: str
+    command: Sequence[str]
+    nproc: int
+    max_restarts: int
+    join_timeout_s: float
+    stores: RoundStores
     control: AgentFolder
     run: RunDir
     settings: AgentSettings
@@ -134,22 +128,21 @@ class _RefusedStart:
     again_at: float = 0.0
 
 
-class ElasticAgent(LocalElasticAgent):
+class ElasticAgent:
     """The agent of one node of a run."""
 
     def __init__(
-        self,
-        spec: WorkerSpec,
-        handler: SlurmRendezvousHandler,
-        context: AgentContext,
-        warm_workers: WarmWorkerPool,
+        self, session: Session, context: AgentContext, warm_workers: WarmWorkerPool
     ) -> None:
-        logs = RoundLogs(context.place, context.times)
         self._retention = LogRetention(context.place.logs, context.attempt)
-        super().__init__(spec, logs, exit_barrier_timeout=0)
-        self._handler = handler
-        self._session = handler.session
+        self._session = session
         self._agent_context = context
+        self._placed: RoundInfo | None = None
+        """The last round with a place for this agent; None before the first."""
+        self._server: tuple[str, int] | None = None
+        """Where the server of this node's replica accepts relays, if it is on another node."""
+        self._processes: list[WorkerProcess] = []
+        """Those of the workers, by local rank."""
         self._channel: WorkerChannel | None = None
         self._drain: preemption.DrainController | None = None
         self._saves = CheckpointFailureLog(context.events.write_behind)
@@ -171,63 +164,86 @@ class ElasticAgent(LocalElasticAgent):
         self.pages: dict[int, SharedPage] = {}
         """The control pages of the current workers, by global rank."""
 
-    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+    def run(self) -> None:
         """Run the workers of this node until the run has ended, or the node is left.
 
         No warm worker outlives the call, nor anything that a worker has started.
+
+        Raises:
+            SignalError: A signal has ended this agent.
+            HpcElasticError: No round closed in time; the message names what is missing.
         """
         process_cleanup.adopt_orphans()
+        raise_signals()
+        last = STOP
         try:
-            return super().run(role)  # type: ignore[no-any-return]
+            while self._session.verdict is None and self._join_round():
+                self._start_workers()
+                while self._monitor_workers():
+                    time.sleep(self._agent_context.settings.monitor_interval_s)
+                self._stop_workers()
+        except SignalError as e:
+            last = e.signal
+            raise
         finally:
+            self._end_workers(last)
             self._warm_workers.close()
             process_cleanup.kill_strays()
 
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Wait for a round; warm workers are started meanwhile, since nothing trains beside them.
+    def _join_round(self) -> bool:
+        """Wait for a place in a round; return False if there will be none for this node.
 
-        A node joins a group that trains once its imports are done: the group would be stopped for
-        this node at once, and stand still until then.
+        Warm workers are started meanwhile, since nothing trains beside them. A node joins a group
+        that trains once its imports are done: the group would be stopped for this node at once,
+        and stand still until then.
         """
-        session, self._refused = self._session, None
+        session, context, self._refused = self._session, self._agent_context, None
         if session.departed is None:
             self._warm_workers.fill(paced=False)
             deadline = time.monotonic() + _IMPORT_S
             while (
-                self._handler.round is None
-                and self._agent_context.notices.current is None
+                self._placed is None
+                and context.notices.current is None
                 and not (session.verdict or session.departed or session.requeued)
-                and is_training(self._agent_context.run.status)
+                and is_training(context.run.status)
                 and time.monotonic() <= deadline
                 and not self._warm_workers.await_imports(_LOOK_UP_S)
             ):
                 pass
-        super()._rendezvous(worker_group)
+        while True:
+            store = ("", 0) if context.replica is None else context.stores.make()
+            try:
+                outcome = session.join(context.join_timeout_s, store)
+            except TimeoutError as e:
+                raise HpcElasticError(str(e)) from e
+            if not isinstance(outcome, RoundInfo):
+                _log.info("no further round: %s", outcome)
+                return False
+            self._placed = outcome
+            try:
+                self._reach_store(outcome)
+            except OSError as e:
+                _log.warning("the store of round %d is gone: %s", outcome.number, e)
+            else:
+                return True
 
-    def _assign_worker_ranks(
-        self, store: object, group_rank: int, group_world_size: int, spec: WorkerSpec
-    ) -> list[Worker]:
-        """Take the ranks that the leader gave: torch's way asks every other agent by the store."""
-        round_ = self._round
-        return [
-            Worker(
-                local_rank=local_rank,
-                global_rank=round_.first_rank + local_rank,
-                role_rank=round_.first_rank + local_rank,
-                world_size=round_.world_size,
-                role_world_size=round_.world_size,
-            )
-            for local_rank in range(spec.local_world_size)
-        ]
+    def _reach_store(self, round_: RoundInfo) -> None:
+        """Check that the host of a round's store lives, and find its replica's server there."""
+        context, self._server = self._agent_context, None
+        if context.replica is None or round_.group_rank == 0:
+            socket.create_connection(round_.store, CONNECT_S).close()
+        else:
+            address, port = json.loads(context.stores.read(round_.store, STORE_KEY))
+            self._server = str(address), int(port)
 
     @property
     def _round(self) -> RoundInfo:
-        assert self._handler.round is not None
-        return self._handler.round
+        assert self._placed is not None
+        return self._placed
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(self) -> None:
         try:
-            started = self._start_once(worker_group)
+            self._start_once()
         except OSError as e:
             # a run whose directory was removed ends within a minute, by its leader
             if e.errno not in PASSING | {errno.ENOENT}:
@@ -237,15 +253,12 @@ class ElasticAgent(LocalElasticAgent):
             refused.error, refused.again_at = e, now + refused.pause_s
             _log.error("workers not started, tried again in %g s: %s", refused.pause_s, e)
             refused.pause_s = min(2 * refused.pause_s, _LONGEST_START_PAUSE_S)
-            self._pcontext, self.pages = None, {}
+            self._processes, self.pages = [], {}
             process_cleanup.kill_strays(self._warm_workers.pids)  # those that were started
-            return {}
-        finally:
-            ignore_preemption_signals()  # torch before 2.10 takes SIGTERM as the end of its agent
-        self._refused = None
-        return started
+        else:
+            self._refused = None
 
-    def _start_again(self, worker_group: WorkerGroup, refused: _RefusedStart) -> None:
+    def _start_again(self, refused: _RefusedStart) -> None:
         """Repeat a start that was refused; after a while, report that as the workers' failure."""
         now = time.monotonic()
         if self._awaits_leader or now < refused.again_at:
@@ -254,7 +267,7 @@ class ElasticAgent(LocalElasticAgent):
             self._awaits_leader = True
             self._session.leave_now()
         elif now < refused.since + _START_WITHIN_S:
-            self._start_workers(worker_group)
+            self._start_workers()
         else:
             self._awaits_leader = True
             failure = worker_failures.describe(1, self._files(self._round.first_rank))
@@ -263,16 +276,15 @@ class ElasticAgent(LocalElasticAgent):
             failure = replace(failure, message=message, exception=exception, exit_code=None)
             self._session.report(Failed([failure]))
 
-    def _start_once(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_once(self) -> None:
         context, round_ = self._agent_context, self._round
         replica, notices = context.replica, context.notices
-        self._remaining_restarts = max(0, worker_group.spec.max_restarts - round_.restarts)
         self._retention.start_round(round_.number, round_.restarts, had_step=self._has_begun)
         self._awaits_leader = self._filled = self._has_begun = False
         context.control.restore()
         self.pages = {
-            w.global_rank: SharedPage.create(context.control.path, w.local_rank)
-            for w in worker_group.workers
+            round_.first_rank + slot: SharedPage.create(context.control.path, slot)
+            for slot in range(context.nproc)
         }
         self._started_at, self._started_time = time.monotonic(), time.time()
         pages = list(self.pages.values())
@@ -283,11 +295,12 @@ class ElasticAgent(LocalElasticAgent):
         )
         why_leave = by_its_script if replica is None else replica.why_leave
         self._drain = preemption.DrainController(self._session, notices, pages, why_leave)
+        outputs = [self._files(rank) for rank in self.pages]
         watched = [
             hang_watch.WatchedWorker(
                 page, files, stacks_file(context.control.path, files.local_rank)
             )
-            for page, files in zip(pages, map(self._files, self.pages), strict=True)
+            for page, files in zip(pages, outputs, strict=True)
         ]
         self._hangs = hang_watch.HangWatch(
             self._session, watched, context.settings, self._longest_start_s,
@@ -296,35 +309,64 @@ class ElasticAgent(LocalElasticAgent):
         )  # fmt: skip
         world_size = None if replica is not None else round_.world_size
         self._training = TrainingWatch(world_size, context.place.host, context.events)
-        context.observer.start_round(self.pages, self._pids_by_rank, world_size)
+        context.observer.start_round(self.pages, self._pids, world_size)
         os.environ[ROUND_VARIABLE] = str(round_.number)
         os.environ[THROUGHPUTS_VARIABLE] = round_.throughputs
         os.environ[fencing.VARIABLE] = str(fencing.entry_path(context.run.rdzv, round_.index))
         if replica is not None:
             os.environ.update(replica.environment(round_))
-            replica.expect_workers(round_, self._handler.server)
+            replica.expect_workers(round_, self._server)
+        context.times.new_round(path for files in outputs for path in (files.out, files.err))
+        self._processes = [
+            WorkerProcess(context.command, self._environment(files), files, self._warm_workers)
+            for files in outputs
+        ]
+
+    def _environment(self, worker: worker_failures.WorkerFiles) -> dict[str, str]:
+        """Return the environment of a worker, with torch's names."""
+        context, round_ = self._agent_context, self._round
+        numbers = {
+            "RANK": worker.rank, "ROLE_RANK": worker.rank, "LOCAL_RANK": worker.local_rank,
+            "GROUP_RANK": round_.group_rank, "GROUP_WORLD_SIZE": round_.group_size,
+            "WORLD_SIZE": round_.world_size, "ROLE_WORLD_SIZE": round_.world_size,
+            "LOCAL_WORLD_SIZE": context.nproc, "MASTER_PORT": round_.store[1],
+            "TORCHELASTIC_RESTART_COUNT": min(round_.restarts, context.max_restarts),
+            "TORCHELASTIC_MAX_RESTARTS": context.max_restarts,
+        }  # fmt: skip
+        texts = {
+            "ROLE_NAME": "default", "MASTER_ADDR": round_.store[0],
+            "TORCHELASTIC_RUN_ID": context.run_id,
+            "TORCHELASTIC_ERROR_FILE": str(worker.error),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # a port of the workers' own might be taken
+        }  # fmt: skip
         # made-up names of local nodes have no address
         hosts = ",".join(["localhost"] * round_.group_size) if context.is_local else round_.hosts
-        with made_from(self._warm_workers, hosts, round_.workers):
-            return super()._start_workers(worker_group)  # type: ignore[no-any-return]
+        env = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **os.environ, **texts}
+        env |= {name: str(number) for name, number in numbers.items()}
+        return of_slot(as_worker(env, hosts, round_.workers), worker.local_rank, context.nproc)
 
-    def _pids_by_rank(self) -> dict[int, int]:
-        return dict(self._pcontext.pids()) if self._pcontext is not None else {}
+    def _pids(self) -> dict[int, int]:
+        return {process.local_rank: process.proc.pid for process in self._processes}
 
-    def _end_workers(self) -> None:
-        """End the processes of the workers; torch's own `_shutdown` had no time-out at first."""
-        if self._pcontext is not None:
-            self._pcontext.close(timeout=self._agent_context.settings.stop_timeout_s)
-        self._shutdown()
+    def _end_workers(self, number: signal.Signals = STOP) -> None:
+        """Send the workers a signal, and kill those that do not end by it in time."""
+        for process in self._processes:
+            process.send_signal(number)
+        deadline = time.monotonic() + self._agent_context.settings.stop_timeout_s
+        for process in self._processes:
+            if not process.has_ended(deadline):
+                _log.warning("process %d does not end by %s", process.proc.pid, number.name)
+                process.send_signal(signal.SIGKILL)
+        for process in self._processes:
+            process.has_ended(time.monotonic() + _KILL_WAIT_S)
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def _stop_workers(self) -> None:
         self._hangs = None
         self._saves.poll()
         self._report_before_stop()
-        for pid in self._pids_by_rank().values():
-            if process_state(pid) == "T":  # stopped by a signal: only SIGKILL ends it in time
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        for process in self._processes:
+            if process_state(process.proc.pid) == "T":  # by a signal: only SIGKILL ends it in time
+                process.send_signal(signal.SIGKILL)
         self._end_workers()
         process_cleanup.kill_strays(self._warm_workers.pids)
         if self.pages and self._session.verdict is None:
@@ -334,25 +376,21 @@ class ElasticAgent(LocalElasticAgent):
                 **fields,
             )  # fmt: skip
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Report the outcome of the workers to the leader, once; torch receives the verdict."""
+    def _monitor_workers(self) -> bool:
+        """Report the outcome of the workers to the leader, once; return whether they go on."""
         self._saves.poll()
         with suppress(OSError):  # tried again
             self._agent_context.control.restore()
         verdict = self._session.verdict
         if verdict is not None and verdict.status == "succeeded":
             self._exits = self._exits or ExitWatch(self._agent_context, time.monotonic())
-            if not self._exits.is_over(self._processes_by_rank(), time.monotonic()):
-                return RunResult(state=WorkerState.HEALTHY)
-            ranks = [w.global_rank for w in worker_group.workers]
-            return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
+            return not self._exits.is_over(self._processes_by_rank(), time.monotonic())
         if verdict is not None:
-            self._remaining_restarts = 0
-            return RunResult(WorkerState.FAILED)
+            return False
         if self._refused is not None:
-            self._start_again(worker_group, self._refused)
-            return RunResult(state=WorkerState.HEALTHY)
-        pids = self._pids_by_rank()
+            self._start_again(self._refused)
+            return not self._session.stop_requested
+        pids = self._pids()
         if self._channel is not None and self._drain is not None:
             now = time.monotonic()
             self._channel.poll(now)
@@ -376,7 +414,7 @@ class ElasticAgent(LocalElasticAgent):
         if time.monotonic() >= self._reap_at:
             self._reap_at = time.monotonic() + _REAP_EVERY_S
             process_cleanup.reap_orphans({*pids.values(), *self._warm_workers.pids})
-        return RunResult(state=WorkerState.HEALTHY)
+        return not self._session.stop_requested
 
     def _check_workers(self) -> None:
         """Check whether the function has returned in all workers, or some have ended before that.
@@ -425,13 +463,7 @@ class ElasticAgent(LocalElasticAgent):
         return ended
 
     def _processes_by_rank(self) -> dict[int, WorkerProcess]:
-        context = self._pcontext
-        handlers = context.subprocess_handlers if isinstance(context, SubprocessContext) else {}
-        return {
-            self._round.first_rank + local_rank: process
-            for local_rank, process in handlers.items()
-            if isinstance(process, WorkerProcess)
-        }
+        return dict(zip(self.pages, self._processes, strict=False))
 
     def _report_before_stop(self) -> None:
         """Report the workers that have failed, but whose end was not seen yet.
@@ -491,109 +523,49 @@ class ElasticAgent(LocalElasticAgent):
         if train or time.monotonic() - self._started_at > _WARM_UP_AFTER_S:
             self._filled = True
             self._warm_workers.fill(paced=True)
+            self._agent_context.stores.prepare()
 
     def _files(self, rank: int) -> worker_failures.WorkerFiles:
         round_, place = self._round, self._agent_context.place
         return worker_failures.WorkerFiles(place, round_.number, rank, rank - round_.first_rank)
 
-    def _construct_event(
-        self, state: str, source: EventSource, *_arguments: Any, **_fields: Any
-    ) -> Event:
-        """Return an event, which torch discards, without the full name of the host.
 
-        A look-up takes 10 s where the name server is dead, in this thread, several at each start.
-        """
-        return Event(f"torchelastic.worker.status.{state}", source)
-
-    def _exit_barrier(self) -> None:
-        """The leader's verdict is the barrier: it comes once every member is done."""
-
-
-class RoundLogs(LogsSpecs):
-    """Every worker's output in files of its own for each round, which nothing ever truncates."""
+class WorkerProcess:
+    """The process of a worker, which may have been a warm worker."""
 
     def __init__(
-        self, place: worker_failures.NodeIdentity, times: OutputTimes | None = None
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        files: worker_failures.WorkerFiles,
+        warm_workers: WarmWorkerPool,
     ) -> None:
-        super().__init__(str(place.logs))
-        self._place = place
-        self._times = times
-
-    @property
-    def root_log_dir(self) -> str:
-        """Return the folder of this attempt."""
-        return str(self._place.logs)
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return the files of the workers about to start, by local rank."""
-        number = int(os.environ[ROUND_VARIABLE])
-        files = {
-            local_rank: worker_failures.WorkerFiles(
-                self._place, number, int(env["RANK"]), local_rank
-            )
-            for local_rank, env in envs.items()
-        }
-        for local_rank, env in envs.items():
-            env["TORCHELASTIC_ERROR_FILE"] = str(files[local_rank].error)
-        if self._times is not None:
-            self._times.new_round(path for f in files.values() for path in (f.out, f.err))
-        return LogsDest(
-            stdouts={local_rank: str(f.out) for local_rank, f in files.items()},
-            stderrs={local_rank: str(f.err) for local_rank, f in files.items()},
-            error_files={local_rank: str(f.error) for local_rank, f in files.items()},
-        )
-
-
-class WorkerProcess(SubprocessHandler):
-    """torch's handle on a worker's process, which may have been a warm worker."""
-
-    def __init__(
-        self, warm_workers: WarmWorkerPool, group: tuple[str, str], *args: Any, **options: Any
-    ) -> None:
-        self._warm_workers = warm_workers
-        self._group = group
+        self.local_rank = files.local_rank
         self._end_requested = False
-        super().__init__(*args, **options)
-        for file in (self._stdout, self._stderr):
-            if file is not None:
-                file.close()  # the worker has its own; torch leaves them open until the next round
+        with files.out.open("wb") as out, files.err.open("wb") as err:
+            outputs = [out.fileno(), err.fileno()]
+            warm = warm_workers.take_worker(self.local_rank, command, env, outputs)
+            self.proc = warm or subprocess.Popen(
+                command, env=env, stdout=out, stderr=err, start_new_session=True
+            )
 
-    def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Send the worker, and what is in its process group, a signal; `STOP` for SIGTERM."""
-        self._end_requested = self._end_requested or self.proc.poll() is None
-        with suppress(ProcessLookupError):  # it has ended since torch looked, as its peers have
-            super().close(STOP if death_sig in (None, signal.SIGTERM) else death_sig)
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send the worker, and what is in its process group, a signal that is to end it."""
+        if self.proc.poll() is None:
+            self._end_requested = True
+            with suppress(ProcessLookupError):  # it has ended since, as its peers have
+                os.killpg(self.proc.pid, number)
+
+    def has_ended(self, deadline: float) -> bool:
+        """Return whether the process ends until a time (monotonic)."""
+        with suppress(subprocess.TimeoutExpired):
+            self.proc.wait(max(0.0, deadline - time.monotonic()))
+        return self.proc.poll() is not None
 
     @property
     def own_exit_code(self) -> int | None:
         """The exit code of a worker that has ended by itself; None if it has not."""
         return None if self._end_requested else self.proc.poll()
-
-    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
-        outputs = [
-            default if file is None else file.fileno()
-            for file, default in ((self._stdout, 1), (self._stderr, 2))
-        ]
-        num_here = int(env["LOCAL_WORLD_SIZE"])
-        env = of_slot(as_worker(env, *self._group), self.local_rank_id, num_here)
-        warm = self._warm_workers.take_worker(self.local_rank_id, args, env, outputs)
-        return warm if warm is not None else super()._popen(args, env)
-
-
-@contextmanager
-def made_from(warm_workers: WarmWorkerPool, hosts: str, workers: str) -> Iterator[None]:
-    """Make workers from warm workers where there are any, for as long as the context lasts.
-
-    torch makes each process in one function, which is replaced meanwhile. ``hosts`` and ``workers``
-    describe their group (`slurm.environment.as_worker`).
-    """
-    name = "get_subprocess_handler"
-    theirs = getattr(processes, name)
-    setattr(processes, name, partial(WorkerProcess, warm_workers, (hosts, workers)))
-    try:
-        yield
-    finally:
-        setattr(processes, name, theirs)
 
 
 class ExitWatch:
@@ -631,7 +603,7 @@ class ExitWatch:
         if not self._is_named and now >= self._since + _SLOW_EXIT_S:
             self._is_named = True
             process = processes[alive[0]]
-            dump = stacks_file(self._agent_context.control.path, process.local_rank_id)
+            dump = stacks_file(self._agent_context.control.path, process.local_rank)
             text = take_stacks(process.proc.pid, dump)
             frames = hang_watch.parse_main_thread(text or "")
             at = f" at {hang_watch.describe_place(frames)}" if text else ""

@@ -1,8 +1,9 @@
 """A matrix product on each GPU of this process: ``python -m hpc_elastic.agent.gpu_check [NUMA]``.
 
-It prints one line of JSON: ``{"problem": null, "slow": null, "cpus": []}``, or what is wrong. The
-numbers are small integers, so that every order of addition gives the same sum in each precision.
-A GPU is slow if it makes less than `_SLOW` of the products of the median GPU of the node.
+It prints one line of JSON: ``{"problem": null, "slow": null, "cpus": [], "gpus": 8}``, or what is
+wrong; ``gpus`` is the number that torch sees. The numbers are small integers, so that every order
+of addition gives the same sum in each precision. A GPU is slow if it makes less than `_SLOW` of the
+products of the median GPU of the node.
 
 NUMA is a value of ``launcher.agent.numa``: then ``cpus`` are those near each GPU. Only a process
 that has opened the GPUs knows where they are.
@@ -78,6 +79,7 @@ def cpus_near(num_gpus: int, numa: str) -> list[list[int]]:
 def main(numa: str | None = None) -> None:
     """Check every device."""
     problem, slow, cpus = None, None, list[list[int]]()
+    devices: list[torch.device] = []
     if torch.version.cuda or torch.version.hip:
         try:
             devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
@@ -90,7 +92,7 @@ def main(numa: str | None = None) -> None:
                 cpus = cpus_near(len(devices), numa)
             except Exception as e:  # the system's files, or torch's function
                 print(f"launcher.agent.numa={numa}: {type(e).__name__}: {e}", file=sys.stderr)
-    print(json.dumps({"problem": problem, "slow": slow, "cpus": cpus}))
+    print(json.dumps({"problem": problem, "slow": slow, "cpus": cpus, "gpus": len(devices)}))
 
 
 if __name__ == "__main__":

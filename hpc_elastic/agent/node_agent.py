@@ -1,4 +1,4 @@
-"""Wires a task together: the session with the leader, torch's agent, the run directory.
+"""Wires a task together: the session with the leader, the agent, the run directory.
 
 One call, `supervise`, lives as long as the task. It returns the task's exit code, and has sent the
 leader why this node goes, whatever the reason was.
@@ -16,19 +16,15 @@ from dataclasses import replace
 from functools import partial
 
 import psutil
-import torch
-from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousError
 
-from hpc_elastic import errors
+from hpc_elastic import _util, errors
 from hpc_elastic._util import patiently
 from hpc_elastic.agent import preemption
 from hpc_elastic.agent.elastic_agent import AgentContext, ElasticAgent, Replica
 from hpc_elastic.agent.metrics import Exporter, GpuMeter, Sample, WorkerObserver
 from hpc_elastic.agent.output_times import OutputTimes
 from hpc_elastic.agent.preflight import Preflight, exclude_node
-from hpc_elastic.agent.signals import SignalPipe
+from hpc_elastic.agent.signals import SignalError, SignalPipe
 from hpc_elastic.agent.task_context import Task
 from hpc_elastic.agent.warm_workers import WarmWorkerPool, prepare_environment, worker_command
 from hpc_elastic.agent.worker_failures import NodeIdentity
@@ -43,11 +39,11 @@ from hpc_elastic.rendezvous.follower_state import REMOVED
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import Agent, RoundRules
 from hpc_elastic.rendezvous.messages import OLDER_ATTEMPT, Requeue
+from hpc_elastic.rendezvous.round_stores import RoundStores
 from hpc_elastic.rendezvous.session import Session
 from hpc_elastic.rendezvous.status_writer import StatusWriter
 from hpc_elastic.rendezvous.task_recovery import longest_join_s
 from hpc_elastic.rendezvous.term import RunFiles
-from hpc_elastic.rendezvous.torch_handler import RoundStores, SlurmRendezvousHandler
 from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.task_name import queue_name
@@ -67,6 +63,7 @@ _log = logging.getLogger(__name__)
 
 TAKEN = 128 + signal.SIGTERM
 _UNFIT_AWAY_S = 10.0
+_COUNT_S = 120.0
 
 
 def supervise(
@@ -93,11 +90,11 @@ def supervise(
     with patiently(AgentFolder) as folder:
         try:
             return NodeAgent(task, events, folder, notices).run(warm_workers, times, checks)
-        except SignalException as e:
+        except SignalError as e:
             _log.warning("this agent is ended: %s", e)
-            events.write("agent_killed", signal=e.sigval.name)
+            events.write("agent_killed", signal=e.signal.name)
             return _leave_job(task, events, Reason.SIGNAL)
-        except (RendezvousError, errors.HpcElasticError) as e:
+        except errors.HpcElasticError as e:
             events.write("agent_failed", why=str(e))
             print(f"hpc_elastic: {task.name} on {task.slurm.node_name}: {e}", file=sys.stderr)
             notice = notices.current  # expected under preemption: requeue the task
@@ -192,15 +189,15 @@ class NodeAgent:
                 name, settings.launcher.interface, lambda: SlurmClient().node(name).address
             )
             socket_filter.check_own(self._interface.address)
-        self._scheduler = RunScheduler(task.run, task.spec, RoundStores(self._interface.address))
+        self._stores = RoundStores(self._interface.address)
+        self._scheduler = RunScheduler(task.run, task.spec, self._stores)
         self._mount = Mount.of(task.run.path)
-        cpus = task.slurm.cpus_on_node
-        self._nproc = num_workers(settings.nproc_per_node, cpus, is_local=is_local)
         gpu_meter = GpuMeter(
             granted_gpus(os.environ) or (),
             lambda why: self._events.write("gpus_not_measured", host=name, why=why[:300]),
         )
         self._observer = WorkerObserver(self._sample, gpu_meter)
+        self._nproc = 0
         self._session: Session | None = None
         self._replica: Replica | None = None
 
@@ -214,22 +211,27 @@ class NodeAgent:
         unfit = self._unfit(checks) if checks is not None else None
         if unfit is not None:
             return unfit
+        settings = self._task.spec.settings
+        self._nproc = num_workers(
+            settings.nproc_per_node, self._task.slurm.cpus_on_node,
+            None if checks is None else checks.num_gpus, is_local=settings.backend == "local",
+        )  # fmt: skip
         is_given = self._task.spec.settings.launcher.interface is not None
         os.environ |= interface.group_variables(self._interface.name, is_given=is_given)
         os.environ[DIRECTORY_VARIABLE] = str(self._control.path)
         os.environ[CPUS_VARIABLE] = json.dumps(checks.cpus if checks is not None else [])
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"  # SIGTERM: a notice
         prepare_environment(self._task, self._nproc)
         session = self._session = self._open_session()
         self._notices.connect(session)
         try:
             self._run_agent(session, warm_workers, times)
-        except SignalException as e:
-            session.leave(f"taken by {e.sigval.name}")
+        except SignalError as e:
+            session.leave(f"taken by {e.signal.name}")
             raise
         finally:
             self._notices.close()
             session.leave("its agent ended")
+            self._stores.close()
         if session.requeued is not None:
             return self._go_back(session.requeued)
         if session.departed is not None:  # a notice from the leader may have come outside a round
@@ -278,17 +280,19 @@ class NodeAgent:
         self, session: Session, warm_workers: WarmWorkerPool, times: OutputTimes
     ) -> None:
         task, spec, host = self._task, self._spec, self._task.slurm.node_name
-        stores = None
-        if self._replica is not None:
-            relays = session.replica.relays if session.replica is not None else None
-            contents = {} if relays is None else {STORE_KEY: json.dumps(relays.where)}
-            stores = RoundStores(self._interface.address, contents)
+        if session.replica is not None and session.replica.relays is not None:
+            self._stores.contents = {STORE_KEY: json.dumps(session.replica.relays.where)}
         launcher = spec.settings.launcher
         longest_s = longest_join_s(launcher.rendezvous.join_timeout_s, launcher.below_min_timeout_s)
-        handler = SlurmRendezvousHandler(session, spec.run_id, longest_s, stores=stores)
         context = AgentContext(
             place=NodeIdentity(task.name, host, task.logs),
             attempt=task.attempt,
+            run_id=spec.run_id,
+            command=worker_command(task),
+            nproc=self._nproc,
+            max_restarts=launcher.max_restarts,
+            join_timeout_s=longest_s,
+            stores=self._stores,
             control=self._control,
             run=task.run,
             settings=launcher.agent,
@@ -301,17 +305,7 @@ class NodeAgent:
             is_command=spec.entry.is_command,
         )
         warm_workers.resize(self._nproc if launcher.agent.warm_workers else 0)
-        entrypoint, *args = worker_command(task)
-        worker_spec = WorkerSpec(
-            role="default",
-            local_world_size=self._nproc,
-            rdzv_handler=handler,
-            entrypoint=entrypoint,
-            args=tuple(args),
-            max_restarts=launcher.max_restarts,
-            monitor_interval=launcher.agent.monitor_interval_s,
-        )
-        agent = ElasticAgent(worker_spec, handler, context, warm_workers)
+        agent = ElasticAgent(session, context, warm_workers)
 
         def sample() -> Sample:
             self._events.append([])
@@ -380,15 +374,18 @@ class NodeAgent:
         )  # fmt: skip
 
 
-def num_workers(wanted: Nproc, cpus: int, *, is_local: bool = False) -> int:
+def num_workers(wanted: Nproc, cpus: int, num_gpus: int | None, *, is_local: bool = False) -> int:
     """Return how many workers a node runs, by ``nproc_per_node`` and the CPUs of the task there.
 
-    ``is_local``: the node is a process of ``launcher=local``. Raises ConfigError for ``gpu`` where
-    torch sees none, and for ``auto`` on a node with GPUs if the task has none.
+    ``num_gpus`` is how many torch sees, None if unknown so far. ``is_local``: the node is a process
+    of ``launcher=local``. Raises ConfigError for ``gpu`` where torch sees none, and for ``auto`` on
+    a node with GPUs if the task has none.
     """
     if isinstance(wanted, int):
         return wanted
-    gpus = 0 if wanted == "cpu" else len(mig_slices(os.environ)) or torch.cuda.device_count()
+    if wanted == "cpu":
+        return cpus
+    gpus = len(mig_slices(os.environ)) or (_count_gpus() if num_gpus is None else num_gpus)
     is_without = gpus == 0 and not is_local and not granted_gpus(os.environ)
     if wanted == "auto" and is_without and driver_gpus():
         remedy = "set launcher.gpus_per_node, or nproc_per_node=1 to train on the CPU"
@@ -401,7 +398,18 @@ def num_workers(wanted: Nproc, cpus: int, *, is_local: bool = False) -> int:
         raise errors.ConfigError(
             "nproc_per_node", wanted, f"torch sees no GPU on this node: {remedy}"
         )
-    return cpus if wanted == "cpu" else max(1, gpus)
+    return max(1, gpus)
+
+
+def _count_gpus() -> int:
+    """Return how many GPUs torch sees, in a process of its own; 0 where the machine shows none."""
+    if not driver_gpus() and not granted_gpus(os.environ):
+        return 0
+    count = "import torch; print(torch.cuda.device_count())"
+    done = _util.run([sys.executable, "-P", "-c", count], timeout_s=_COUNT_S)
+    if done.returncode:
+        raise errors.HpcElasticError(f"torch does not count the GPUs: {done.stderr.strip()[-300:]}")
+    return int(done.stdout.split()[-1])
 
 
 class RunScheduler(Scheduler):
@@ -409,7 +417,7 @@ class RunScheduler(Scheduler):
 
     def __init__(self, run: RunDir, spec: RunSpec, stores: RoundStores) -> None:
         super().__init__(run, spec)
-        self.make_store = stores.make
+        self.prepare_store, self.make_store = stores.prepare, stores.make
 
     def log_of(self, task: str, attempt: int) -> str | None:
         """See `LeaderScheduler`."""

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hpc_elastic import _util, gpus
 from hpc_elastic.agent.task_context import Task
@@ -180,12 +181,13 @@ def check_gpu_health(granted: Sequence[str]) -> Problem | None:
 
 
 def check_gpu_arithmetic(
-    granted: Sequence[str], numa: str | None = None, cpus: list[list[int]] | None = None
+    granted: Sequence[str], numa: str | None = None, seen: dict[str, Any] | None = None
 ) -> Problem | None:
     """Multiply matrices on each GPU in a process of its own.
 
-    ``cpus`` receives the CPUs near each GPU, if ``numa`` (``launcher.agent.numa``) is given and
-    they are known. An OSError, if the process cannot be started, shows nothing about the GPUs.
+    ``seen`` receives what the process prints: the number of the GPUs, and, if ``numa``
+    (``launcher.agent.numa``) is given and they are known, the CPUs near each. An OSError, if the
+    process cannot be started, shows nothing about the GPUs.
     """
     if not granted:
         return None
@@ -194,9 +196,9 @@ def check_gpu_arithmetic(
         done = _util.run(check, timeout_s=_GPU_CHECK_S)
         found = json.loads(done.stdout.strip().splitlines()[-1])
         problem = found["problem"]
-        if cpus is not None and numa is not None:
-            cpus += found["cpus"]
-            if not cpus and not problem:
+        if seen is not None:
+            seen |= found
+            if numa is not None and not seen["cpus"] and not problem:
                 _log.error("workers are not bound to CPUs: %s", done.stderr.strip()[-300:])
         if problem is None and found.get("slow"):
             return Problem("gpus", found["slow"], is_nodes=False)
@@ -218,8 +220,7 @@ class Preflight:
     def __init__(
         self, folder: Path, granted: Sequence[str], *, shared: bool, numa: str | None = None
     ) -> None:
-        self.cpus: list[list[int]] = []
-        """The CPUs near each GPU, with `numa`, once there are `problems`, or none."""
+        self._seen: dict[str, Any] = {}
         self._problems: list[Problem] = []
         self._threads = [
             threading.Thread(target=self._run, args=checks, daemon=True, name="preflight")
@@ -231,7 +232,7 @@ class Preflight:
                 ),
                 (
                     lambda: check_gpus(granted, shared=shared),
-                    lambda: check_gpu_arithmetic(granted, numa, self.cpus),
+                    lambda: check_gpu_arithmetic(granted, numa, self._seen),
                 ),
                 (lambda: check_gpu_health(granted),),
             )
@@ -239,6 +240,16 @@ class Preflight:
         self._wait_s = _WAIT_S + (gpus.SMI_TIMEOUT_S + _GPU_CHECK_S if granted else 0.0)
         for thread in self._threads:
             thread.start()
+
+    @property
+    def cpus(self) -> list[list[int]]:
+        """The CPUs near each GPU, with `numa`, once there are `problems`, or none."""
+        return list(self._seen.get("cpus", ()))
+
+    @property
+    def num_gpus(self) -> int | None:
+        """How many GPUs torch sees, once there are `problems`, or none; None if unknown."""
+        return self._seen.get("gpus")
 
     def problems(self) -> list[Problem]:
         """Wait for the checks, and return the problems; the node's own first.
@@ -264,7 +275,7 @@ class Preflight:
 
 
 def start_checks(task: Task) -> Preflight:
-    """Start the checks of a task's node (agent, before it imports torch)."""
+    """Start the checks of a task's node (agent, before its imports)."""
     settings = task.spec.settings
     granted = [] if settings.nproc_per_node == "cpu" else granted_gpus(os.environ) or []
     shared = settings.backend == "local" or "SLURM_SHARDS_ON_NODE" in os.environ

@@ -1,9 +1,8 @@
 """The signals that announce that a node will be taken: caught by its agent, withstood by others.
 
 Every byte of the pipe is one signal. Python writes it from the C handler itself, at once, even
-while the main thread is inside C code (`import torch` takes seconds): nothing else happens in a
-handler. Imports hardly anything, for it comes before everything else: a SIGTERM that is not caught
-ends the task for good.
+while the main thread is inside C code: nothing else happens in a handler. Imports hardly anything,
+for it comes before everything else: a SIGTERM that is not caught ends the task for good.
 
 A worker stays at work while its node is under notice. Slurm may send the signals to every process
 of a task: with proctrack/linuxproc it does, and so do `scancel --full` and a signal to a process
@@ -110,6 +109,24 @@ def end_children() -> None:
         if child.daemon:
             with contextlib.suppress(OSError, ValueError):
                 child.kill()
+
+
+class SignalError(Exception):
+    """A signal ends this agent; its workers get the same one."""
+
+    def __init__(self, number: int) -> None:
+        self.signal = signal.Signals(number)
+        super().__init__(f"it got {self.signal.name}")
+
+
+def raise_signals() -> None:
+    """Raise `SignalError` from now on where a signal other than a notice comes (main thread)."""
+
+    def handle(number: int, _frame: object) -> None:
+        raise SignalError(number)
+
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, handle)
 
 
 class SignalPipe:

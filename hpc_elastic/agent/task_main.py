@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import contextlib
 import logging
 import os
 import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from logging.handlers import QueueHandler
 from pathlib import Path
 from queue import SimpleQueue
@@ -21,7 +20,7 @@ from hpc_elastic.agent import preflight
 from hpc_elastic.agent.output_times import OutputTimes
 from hpc_elastic.agent.signals import SignalPipe
 from hpc_elastic.agent.task_context import Task, find_task
-from hpc_elastic.agent.warm_workers import frozen_imports, start_pool
+from hpc_elastic.agent.warm_workers import start_pool
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.run import ownership
 from hpc_elastic.run.directory import AGENT_LOG, Submission
@@ -34,8 +33,6 @@ from hpc_elastic.transport import socket_filter
 from hpc_elastic.worker.shared_page import AGENT_VARIABLE
 
 _OPEN_FILES = 1 << 16
-_LOOK_S = 0.5
-"""Between two looks for the run's end, while this node gets ready: torch's import takes seconds."""
 
 
 def start(argv: Sequence[str], caught: SignalPipe) -> int:
@@ -88,10 +85,9 @@ def _run(task: Task, caught: SignalPipe, times: OutputTimes) -> int:
     os.environ[AGENT_VARIABLE] = str(os.getpid())
     launcher = task.spec.settings.launcher
     os.environ[socket_filter.VARIABLE] = ",".join(launcher.rendezvous.allow_from)
-    warm_workers = start_pool(task)  # they import torch while this process does
+    warm_workers = start_pool(task)  # beside the imports of this process
     checks = preflight.start_checks(task) if launcher.agent.preflight else None
-    with frozen_imports(), _unless_it_ends(task):
-        from hpc_elastic.agent.node_agent import supervise
+    from hpc_elastic.agent.node_agent import supervise
 
     exit_code = supervise(task, caught, warm_workers, times, checks)
     if task.is_coallocated:
@@ -110,26 +106,6 @@ def _raise_limits() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
-
-
-@contextlib.contextmanager
-def _unless_it_ends(task: Task) -> Iterator[None]:
-    """End this process at once if its run ends meanwhile, before the node has joined."""
-    done = threading.Event()
-
-    def poll_result() -> None:
-        while not done.wait(_LOOK_S):
-            with contextlib.suppress(OSError):
-                if task.run.is_over:
-                    os.write(1, f"{task.run.path}: the run has ended\n".encode())
-                    os._exit(0)
-
-    if not task.is_coallocated:  # its first nodes end the job
-        threading.Thread(target=poll_result, name="run's end", daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()
 
 
 def _leave_coallocated_job(task: Task) -> None:

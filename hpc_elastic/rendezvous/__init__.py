@@ -24,9 +24,11 @@ Modules with effects:
 - `status_writer`   events, status, progress and result
 - `leader`          carries out the effects of a leader's state: sockets, files, Slurm
 - `session`         one agent: carries out the effects of its follower's state, or leads
+- `round_stores`    the store of a round, where its workers meet, in a process of its own
 - `torch_handler`   torch's RendezvousHandler over a session; ``torchrun --rdzv-backend=slurm``,
                     whose entry point is `registry`
 
-Agents communicate over `hpc_elastic.transport`. Only `torch_handler` imports torch. The simulator
-(`tests/simulation`) runs the pure modules in virtual time.
+Agents communicate over `hpc_elastic.transport`. Only `torch_handler` and the process of
+`round_stores` import torch. The simulator (`tests/simulation`) runs the pure modules in virtual
+time.
 """

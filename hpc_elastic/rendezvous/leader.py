@@ -109,6 +109,7 @@ class Leader:
             duties.append(self._repeat(_QUORUM_TICK_S, self._tick_quorum))
         for duty in duties:
             self._start(duty, self._duties)
+        self._start(self._in_thread(self._context.scheduler.prepare_store), self._duties)
 
     async def record_departure(self, agent: Agent, within_s: float = 1.0) -> None:
         """Append an entry without this leader's own node, for the next leader.
@@ -488,10 +489,13 @@ class LeaderScheduler(Protocol):
     ends the term, and none of the others does.
     """
 
+    def prepare_store(self) -> None:
+        """Start what takes seconds before a store can be used: this agent leads now."""
+
     def make_store(self) -> messages.Address:
         """Start a fresh bootstrap store for a round; return its address and port.
 
-        torch's may take seconds, since it resolves its own host name.
+        Connections to it may wait for seconds until torch accepts them.
         """
 
     def poll_tasks(self) -> Mapping[str, TaskState] | None:

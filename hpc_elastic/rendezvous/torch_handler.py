@@ -1,17 +1,22 @@
-"""torch's `RendezvousHandler` over a `Session`.
+"""torch's `RendezvousHandler` over a `Session`: ``torchrun --rdzv-backend=slurm`` in a Slurm step.
 
 Each round gets a fresh TCPStore on the leader's node. torch's own handler caches the address of the
 first store for all rounds, so a node that joins later waits for an address that is never written.
+
+Slurm's variables describe the step; its nodes are the expected tasks. The agents use a folder of
+the user's home directory, which the nodes must share, and authenticate each other by a key file
+in it (mode 0600, created on first use).
+
+``--rdzv-conf``: ``join_timeout`` and ``last_call_timeout`` (seconds), as in torch's c10d backend;
+``interface``; ``dir``, a shared folder other than ``~/.config/hpc_elastic``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
-import socket
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -32,12 +37,12 @@ from torch.distributed.elastic.rendezvous import (
 
 from hpc_elastic.config.schema import RendezvousSettings
 from hpc_elastic.errors import SlurmEnvironmentError
-from hpc_elastic.ft.manager_relay import STORE_KEY
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.leader import LeaderCandidate, LeaderContext, LeaderTiming
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import Agent, RoundRules
-from hpc_elastic.rendezvous.messages import Close, Departed, End, Requeue, RoundInfo
+from hpc_elastic.rendezvous.messages import Close, Departed, End, Requeue
+from hpc_elastic.rendezvous.round_stores import CONNECT_S, host_store, open_port
 from hpc_elastic.rendezvous.session import Session
 from hpc_elastic.rendezvous.status_writer import StatusWriter
 from hpc_elastic.run import ownership
@@ -48,14 +53,12 @@ from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import SlurmEnvironment
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.transport import interface as interface_module
-from hpc_elastic.transport import socket_filter
 from hpc_elastic.transport.auth import sign
 from hpc_elastic.transport.secret import user_folder, user_key
 
 BACKEND = "slurm"
-_STORE_TIMEOUT = timedelta(seconds=60)
-_CONNECT_TIMEOUT = timedelta(seconds=15)
-"""A store listens before its round is announced; after this time its host has died."""
+_KEPT_S = 30 * 24 * 3600.0
+"""Age at which a later step removes the folder of an earlier one."""
 
 _log = logging.getLogger(__name__)
 
@@ -63,26 +66,8 @@ _log = logging.getLogger(__name__)
 class SlurmRendezvousHandler(RendezvousHandler):
     """The ``slurm`` backend of torch's rendezvous."""
 
-    def __init__(
-        self,
-        session: Session,
-        run_id: str,
-        join_timeout_s: float,
-        *,
-        stores: RoundStores | None = None,
-        is_torchrun: bool = False,
-    ) -> None:
-        """Join a run; ``stores`` are for this node's workers if they are a replica.
-
-        ``is_torchrun``: torch's own agent has no other way to the error of a run that has failed.
-        """
+    def __init__(self, session: Session, run_id: str, join_timeout_s: float) -> None:
         self.session = session
-        self._stores = stores
-        self._is_torchrun = is_torchrun
-        self.round: RoundInfo | None = None
-        """The last round with a place for this agent; None before the first."""
-        self.server: tuple[str, int] | None = None
-        """Where the server of this node's replica accepts relays, if it is on another node."""
         self._run_id = run_id
         self._join_timeout_s = join_timeout_s
 
@@ -102,12 +87,11 @@ class SlurmRendezvousHandler(RendezvousHandler):
             RendezvousTimeoutError: No round closed in time; the message names what is missing.
             RendezvousGracefulExitError: The run has ended, or this node must requeue or has left.
             RendezvousClosedError: An agent has closed the rendezvous.
-            RendezvousStateError: With torchrun: the run has failed.
+            RendezvousStateError: The run has failed: torch's agent has no other way to its error.
         """
         while True:
-            mine = self._stores.make() if self._stores is not None else ("", 0)
             try:
-                outcome = self.session.join(self._join_timeout_s, mine)
+                outcome = self.session.join(self._join_timeout_s)
             except TimeoutError as e:
                 raise RendezvousTimeoutError(str(e)) from e
             match outcome:
@@ -117,20 +101,17 @@ class SlurmRendezvousHandler(RendezvousHandler):
                     raise RendezvousGracefulExitError(f"this node leaves the run: {reason.value}")
                 case End("closed"):
                     raise RendezvousClosedError("the rendezvous has been closed")
-                case End("failed", failure) if self._is_torchrun:
+                case End("failed", failure):
                     raise RendezvousStateError(f"the run has failed: {failure}")
                 case End(status):
                     raise RendezvousGracefulExitError(f"the run has {status}")
-            self.round = outcome
             address, port = outcome.store
+            timeout = timedelta(seconds=CONNECT_S)
             try:
-                store = TCPStore(address, port, is_master=False, timeout=_CONNECT_TIMEOUT)
-                is_relayed = self._stores is not None and outcome.group_rank > 0
-                server = json.loads(store.get(STORE_KEY)) if is_relayed else None
+                store = TCPStore(address, port, is_master=False, timeout=timeout)
             except DistError as e:
                 _log.warning("the store of round %d is gone: %s", outcome.number, e)
                 continue
-            self.server = None if server is None else (str(server[0]), int(server[1]))
             where = RendezvousStoreInfo(address, port)
             return RendezvousInfo(store, outcome.group_rank, outcome.group_size, where)
 
@@ -158,55 +139,6 @@ class SlurmRendezvousHandler(RendezvousHandler):
         self.session.report(Close())
         self.session.leave("its agent has shut down")
         return True
-
-
-class RoundStores:
-    """Creates the store of each round, with ``contents``, and closes the last round's."""
-
-    def __init__(self, address: str, contents: Mapping[str, str] | None = None) -> None:
-        self._address = address
-        self._contents = contents or {}
-        self._current: TCPStore | None = None
-
-    def make(self) -> tuple[str, int]:
-        """Start a fresh store; return its address and port.
-
-        The socket has the address's own family. torch opens a socket for IPv6 and IPv4; there its
-        server resolves each client's name before it serves the next client. The hosts file has no
-        ``::ffff:10.0.0.7``, so the server hangs if no name server answers. Raises OSError if the
-        address is not one of this node's, or torch cannot start the store now.
-        """
-        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        listening = socket.create_server((self._address, 0), family=family)
-        socket_filter.apply(listening)
-        port = int(listening.getsockname()[1])
-        try:
-            self._current = TCPStore(
-                self._address,
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=_STORE_TIMEOUT,
-                master_listen_fd=listening.detach(),
-            )
-            for key, text in self._contents.items():
-                self._current.set(key, text)
-        except DistError as e:  # out of file descriptors, for one: the leader tries again
-            raise OSError(f"no store for the round: {e}") from e
-        return self._address, port
-
-
-# ---- ``torchrun --rdzv-backend=slurm`` inside one Slurm allocation
-# Slurm's variables describe the step; its nodes are the expected tasks. The agents use a folder of
-# the user's home directory, which the nodes must share, and authenticate each other by a key file
-# in it (mode 0600, created on first use).
-#
-# ``--rdzv-conf``: ``join_timeout`` and ``last_call_timeout`` (seconds), as in torch's c10d backend;
-# ``interface``; ``dir``, a shared folder other than ``~/.config/hpc_elastic``.
-
-
-_KEPT_S = 30 * 24 * 3600.0
-"""Age at which a later step removes the folder of an earlier one."""
 
 
 def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
@@ -262,11 +194,11 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
         make_status_writer=partial(
             StatusWriter, run, run_id, EventLog(run.path / f"events-{slurm.node_id}.jsonl", me.task)
         ),
-        scheduler=_Step(slurm, RoundStores(interface.address)),
+        scheduler=_Step(slurm, interface.address),
         timing=LeaderTiming.of(mount),
     )  # fmt: skip
     session = Session(me, LeaderCandidate(interface.address, context, lambda _: None))
-    return SlurmRendezvousHandler(session, parameters.run_id, join_timeout_s, is_torchrun=True)
+    return SlurmRendezvousHandler(session, parameters.run_id, join_timeout_s)
 
 
 def _make_step_folder(steps: Path, run_id: str) -> RunDir:
@@ -285,13 +217,19 @@ def _make_step_folder(steps: Path, run_id: str) -> RunDir:
 class _Step:
     """The scheduler of one Slurm step: all its nodes run from the start, and none is queued."""
 
-    def __init__(self, slurm: SlurmEnvironment, stores: RoundStores) -> None:
+    def __init__(self, slurm: SlurmEnvironment, address: str) -> None:
         names = [f"{slurm.job_id}.{n}" for n in range(slurm.num_nodes)]
         self._tasks = {
             name: TaskState(name, "RUNNING", node=host)
             for name, host in zip(names, slurm.hosts, strict=True)
         }
-        self.make_store = stores.make
+        self._address = address
+        self._store: TCPStore | None = None
+
+    def make_store(self) -> tuple[str, int]:
+        with open_port(self._address) as listening:
+            self._store = host_store(listening, {})
+            return self._address, int(listening.getsockname()[1])
 
     def poll_tasks(self) -> Mapping[str, TaskState]:
         return self._tasks
@@ -299,5 +237,5 @@ class _Step:
     def _do_nothing(self, *_: object, **__: object) -> None:
         """No task of a step is queued, and srun and torchrun write the logs."""
 
-    cancel_pending = postpone_pending = _do_nothing
+    prepare_store = cancel_pending = postpone_pending = _do_nothing
     restart_tasks = readmit = exclude_nodes = log_of = _do_nothing

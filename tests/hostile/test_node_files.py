@@ -12,6 +12,7 @@ from hpc_elastic.checkpoint import node_memory
 from hpc_elastic.errors import ConfigError, UntrustedRunError
 from hpc_elastic.ft.manager_server import open_listener
 from hpc_elastic.rendezvous import torch_handler
+from hpc_elastic.rendezvous.round_stores import open_port
 from hpc_elastic.transport import secret
 from hpc_elastic.worker import shared_page
 from hpc_elastic.worker.shared_page import SharedPage
@@ -179,8 +180,8 @@ def test_a_step_folder_that_a_stranger_has_made_is_refused(shared, stranger):
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_the_store_of_a_round_listens_at_one_address(address):
     """Not at all addresses of the node, and not in the other family."""
-    stores = torch_handler.RoundStores(address)  # a store ends with it
-    host, port = stores.make()
+    listening = open_port(address)
+    host, port = listening.getsockname()[:2]
     socket.create_connection((host, port), 10).close()
     other = {"127.0.0.1": "::1", "::1": "127.0.0.1"}[address]
     for elsewhere in (other, "127.0.0.2"):

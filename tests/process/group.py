@@ -76,7 +76,7 @@ class Group:
     def _do_nothing(self, *_: object) -> None:
         """No other task is queued."""
 
-    postpone_pending = readmit = _do_nothing
+    prepare_store = postpone_pending = readmit = _do_nothing
 
     def restart_tasks(
         self,

@@ -1,13 +1,10 @@
-"""The agent of a node: torch's private names below it, what it reports, the events it writes.
-
-The first tests fail with the name that torch has changed, so that an upgrade shows what to look at.
-"""
+"""The agent of a node: its workers, what it reports, the events it writes."""
 
 import errno
-import inspect
 import json
+import os
 import signal
-import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,18 +12,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import (
-    PContext,
-    SignalException,
-    SubprocessContext,
-)
-from torch.distributed.elastic.multiprocessing import api as processes
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from group import eventually
 
 from hpc_elastic.agent import elastic_agent as module
-from hpc_elastic.agent import signals
 from hpc_elastic.agent.elastic_agent import (
     CheckpointFailureLog,
     ElasticAgent,
@@ -36,6 +24,7 @@ from hpc_elastic.agent.elastic_agent import (
     first_step_fields,
 )
 from hpc_elastic.agent.preemption import PreemptionState
+from hpc_elastic.agent.signals import STOP, SignalError
 from hpc_elastic.agent.warm_workers import WarmWorkerPool
 from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
 from hpc_elastic.config.schema import AgentSettings
@@ -47,100 +36,31 @@ from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
 BLANK = WorkerStatus(None, None, None, None, None, None, 0)
 
 
-def rank_variables(rank: int = 0, world_size: int = 1) -> dict[str, str]:
-    """torch's variables of a worker on a node of its own."""
-    numbers = {"RANK": rank, "GROUP_RANK": rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1,
-               "WORLD_SIZE": world_size, "GROUP_WORLD_SIZE": world_size}  # fmt: skip
-    return {name: str(number) for name, number in numbers.items()}
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("_start_workers", ["self", "worker_group"]),
-        ("_stop_workers", ["self", "worker_group"]),
-        ("_monitor_workers", ["self", "worker_group"]),
-        ("_rendezvous", ["self", "worker_group"]),
-        ("_exit_barrier", ["self"]),
-        ("_assign_worker_ranks", ["self", "store", "group_rank", "group_world_size", "spec"]),
-        ("_construct_event", ["self", "state", "source"]),
-    ],
-)
-def test_torch_still_has_what_we_override(name, parameters):
-    """An override that torch no longer calls would silently do nothing."""
-    theirs = inspect.signature(getattr(LocalElasticAgent, name))
-    assert list(theirs.parameters)[: len(parameters)] == parameters, name
-    assert name in vars(ElasticAgent)
-
-
-def test_torch_still_stops_workers_as_we_call_it():
-    """`_shutdown` takes the time until SIGKILL as `timeout`, and every signal goes by the handle.
-
-    Workers are deaf to SIGTERM, by which torch would stop them.
-    """
-    assert "timeout" in inspect.signature(LocalElasticAgent._shutdown).parameters
-    assert "self._pcontext.close(death_sig, timeout)" in inspect.getsource(
-        LocalElasticAgent._shutdown
-    )
-    assert "handler.close(death_sig=death_sig)" in inspect.getsource(SubprocessContext._close)
-    assert list(inspect.signature(SubprocessHandler.close).parameters) == ["self", "death_sig"]
-    assert "close" in vars(WorkerProcess)
-
-
 def test_a_worker_that_ends_before_its_signal_is_no_error(tmp_path):
-    """torch looks whether it runs, and sends the signal afterwards."""
-    pool = WarmWorkerPool(0, ())
-    worker = WorkerProcess(pool, ("n1", "1"), "true", (), rank_variables(), None, None, 0, None)
+    """It may end by itself, as its peers have."""
+    files = WorkerFiles(NodeIdentity("7_1", "n1", tmp_path), 1, 0, 0)
+    worker = WorkerProcess(["true"], os.environ, files, WarmWorkerPool(0, ()))
     worker.proc.wait(60)
-    worker.close(signal.SIGTERM)
+    worker.send_signal(STOP)
     assert worker.own_exit_code == 0
 
 
-def test_torch_still_asks_which_signals_end_its_agent():
-    """SIGTERM is not among them: it is a notice."""
-    assert "TORCHELASTIC_SIGNALS_TO_HANDLE" in inspect.getsource(PContext.start)
-
-
-def test_a_notice_ends_no_agent_whatever_torch_handles(monkeypatch):
-    """torch before 2.10 does not ask: it takes SIGTERM whenever workers are started."""
-
-    def start(_agent: ElasticAgent, _group: object) -> dict[int, Any]:
-        signal.signal(signal.SIGTERM, processes._terminate_process_handler)
-        return {0: 1}
-
-    monkeypatch.setattr(ElasticAgent, "_start_once", start)
-    before = {number: signal.getsignal(number) for number in signals.NOTICES}
-    try:
-        assert ElasticAgent.__new__(ElasticAgent)._start_workers(None) == {0: 1}
-        assert signal.getsignal(signal.SIGTERM) is signals.do_nothing
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def test_torch_still_goes_by_the_answers_that_we_give():
-    """The loop asks the monitor, restarts on waiting nodes, and ends at the exit barrier."""
-    loop = inspect.getsource(SimpleElasticAgent._invoke_run)
-    for name in ("_monitor_workers", "num_nodes_waiting", "_restart_workers", "_exit_barrier"):
-        assert name in loop, name
-    assert "_remaining_restarts" in loop
-    start = inspect.getsource(LocalElasticAgent._start_workers)
-    assert "spec.max_restarts - self._remaining_restarts" in start
-
-
-def test_torch_still_makes_every_workers_process_where_we_replace_it():
-    """Otherwise workers would be new processes, silently, and restarts slow."""
-    assert "start_processes(" in inspect.getsource(LocalElasticAgent._start_workers)
-    assert "get_subprocess_handler(" in inspect.getsource(SubprocessContext._start)
-    assert SubprocessContext._start.__globals__ is vars(processes)
-    assert "get_subprocess_handler" in vars(processes)
-    made = inspect.getsource(SubprocessHandler.__init__)
-    assert "self.subprocess_handlers = {" in inspect.getsource(SubprocessContext._start)
-    for name in ("self._popen(", "self._stdout = open(", "self._stderr = open("):
-        assert name in made, name
-    assert made.index("self.local_rank_id = ") < made.index("self._popen(")
-    assert list(inspect.signature(SubprocessHandler._popen).parameters) == ["self", "args", "env"]
-    assert "start_new_session" in inspect.getsource(SubprocessHandler._popen)
+def test_a_worker_that_does_not_end_in_time_is_killed(training, tmp_path):
+    """The others of its node share the wait."""
+    deaf = "import signal, time; signal.signal(signal.SIGHUP, signal.SIG_IGN); print(1, flush=True)"
+    training._agent_context = SimpleNamespace(settings=AgentSettings(stop_timeout_s=0))
+    training._processes = workers = [
+        WorkerProcess(
+            [sys.executable, "-c", f"{deaf}; time.sleep(600)"], os.environ,
+            WorkerFiles(NodeIdentity("7_1", "n1", tmp_path), 1, rank, rank), WarmWorkerPool(0, ()),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [tmp_path / f"round-1.rank-{rank}.out" for rank in range(2)]
+    eventually(lambda: all(output.read_text() for output in outputs))
+    training._end_workers()
+    assert [worker.proc.returncode for worker in workers] == [-signal.SIGKILL] * 2
+    assert [worker.own_exit_code for worker in workers] == [None] * 2
 
 
 @pytest.fixture
@@ -149,6 +69,7 @@ def training(tmp_path: Path, monkeypatch) -> ElasticAgent:
     agent = ElasticAgent.__new__(ElasticAgent)
     agent._warm_workers, agent._filled, agent._started_at = Mock(), False, 100.0
     agent._warm_workers.maintain.return_value = []
+    agent._agent_context = SimpleNamespace(stores=Mock())
     agent.pages = {3: SharedPage.create(tmp_path, 0)}
     monkeypatch.setattr(module.time, "monotonic", lambda: 101.0)
     # the children of this process are other tests'
@@ -162,10 +83,12 @@ def test_warm_workers_are_made_once_the_workers_have_made_a_step(training):
     training.pages[3].report(0, None, None)
     training._maintain_warm_workers()
     training._warm_workers.fill.assert_not_called()
+    training._agent_context.stores.prepare.assert_not_called()
     training.pages[3].report(1, None, None)
     training._maintain_warm_workers()
     training._maintain_warm_workers()
     training._warm_workers.fill.assert_called_once_with(paced=True)
+    training._agent_context.stores.prepare.assert_called_once_with()  # it may lead next
 
 
 def test_warm_workers_are_made_after_a_while_where_no_step_is_reported(training, monkeypatch):
@@ -182,12 +105,15 @@ def test_nothing_outlives_the_agent(training, monkeypatch):
     monkeypatch.setattr(module.process_cleanup, "kill_strays", lambda: ended.append(True))
 
     def taken(*_):
-        raise SignalException("taken", signal.SIGTERM)
+        raise SignalError(signal.SIGQUIT)
 
-    monkeypatch.setattr(LocalElasticAgent, "run", taken)
-    with pytest.raises(SignalException):
+    monkeypatch.setattr(module, "raise_signals", lambda: None)
+    monkeypatch.setattr(ElasticAgent, "_join_round", taken)
+    monkeypatch.setattr(ElasticAgent, "_end_workers", lambda _, number: ended.append(number))
+    training._session = SimpleNamespace(verdict=None)
+    with pytest.raises(SignalError, match="SIGQUIT"):
         training.run()
-    assert training._warm_workers.close.called and ended
+    assert training._warm_workers.close.called and ended == [signal.SIGQUIT, True]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +125,7 @@ def test_a_warm_worker_that_ends_by_itself_is_told(training, code, why):
     told = []
     events = SimpleNamespace(write_behind=lambda kind, **fields: told.append((kind, fields)))
     training._agent_context = SimpleNamespace(
-        events=events, place=NodeIdentity("7_1", "n1", Path())
+        events=events, place=NodeIdentity("7_1", "n1", Path()), stores=Mock()
     )
     training._warm_workers.maintain.side_effect = [[code], []]
     training._maintain_warm_workers()
@@ -223,7 +149,7 @@ def told(training, tmp_path, monkeypatch) -> list[object]:
         notices=notices, place=NodeIdentity("7_1", "n1", tmp_path), replica=None, is_command=False
     )
     monkeypatch.setattr(ElasticAgent, "_round", SimpleNamespace(number=1, first_rank=3))
-    training._awaits_leader, training._pcontext = False, None
+    training._awaits_leader, training._processes = False, []
     training._retention = Mock()
     training.pages_folder = tmp_path
     return said
@@ -296,7 +222,6 @@ def test_a_command_succeeds_by_its_exit_code(
 ):
     """As for torchrun: a script may call os._exit(0). Under a notice that is no end of it."""
     monkeypatch.setattr(module, "_NOTICE_MAY_COME_S", 0.0)
-    monkeypatch.setattr(ElasticAgent, "_shutdown", lambda *_, **__: None)
     ended = {3: exit_code}
     monkeypatch.setattr(
         ElasticAgent, "_ended_by_themselves",
@@ -339,7 +264,7 @@ class Exits:
         self.watch = ExitWatch(context, 100.0)
         proc = SimpleNamespace(pid=2**30)
         self.workers = {
-            rank: SimpleNamespace(own_exit_code=None, local_rank_id=rank - 4, proc=proc)
+            rank: SimpleNamespace(own_exit_code=None, local_rank=rank - 4, proc=proc)
             for rank in (4, 5)
         }
 
@@ -525,20 +450,17 @@ def test_a_start_that_the_system_refuses_is_tried_again(training, monkeypatch, w
     if way == "lasts":
         results *= 100
 
-    def start_once(_):
+    def start_once():
         if results:
             raise results.pop()
-        return {0: 1234}
 
-    agent, group = training, Mock()
+    agent = training
     agent._start_once = start_once
-    agent._saves, agent._handler = (
-        Mock(),
-        SimpleNamespace(round=SimpleNamespace(first_rank=3, number=2)),
-    )
+    agent._saves, agent._placed = Mock(), SimpleNamespace(first_rank=3, number=2)
     agent._refused, agent._awaits_leader = None, False
     agent._session = SimpleNamespace(
         verdict=None,
+        stop_requested=False,
         leave_now=lambda: told.append("left"),
         report=lambda failed: told.extend(failed.failures),
     )
@@ -548,12 +470,12 @@ def test_a_start_that_the_system_refuses_is_tried_again(training, monkeypatch, w
     )  # fmt: skip
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(module.process_cleanup, "kill_strays", lambda _: 0)
-    assert agent._start_workers(group) == {}
+    agent._start_workers()
     if way == "notice":
         agent._agent_context.notices.current = "a notice"
     while agent._refused is not None and now[0] < 600.0:
         now[0] += 0.5
-        assert agent._monitor_workers(group).state.name == "HEALTHY"
+        assert agent._monitor_workers()
     if way == "passes":
         assert (told, 3.0 <= now[0] <= 10.0) == ([], True)
     elif way == "notice":
@@ -568,7 +490,7 @@ def test_a_start_in_a_removed_directory_waits_for_the_end_of_the_run(training, m
     training._start_once = Mock(side_effect=FileNotFoundError(errno.ENOENT, "tasks/round-1.out"))
     monkeypatch.setattr(module.process_cleanup, "kill_strays", lambda _: 0)
     training._refused = None
-    assert training._start_workers(Mock()) == {}
+    training._start_workers()
     assert "round-1.out" in str(training._refused.error)
 
 
@@ -576,17 +498,4 @@ def test_an_error_that_does_not_pass_is_not_hidden(training):
     """A folder that may not be written, say."""
     training._start_once = Mock(side_effect=PermissionError(errno.EACCES, "denied"))
     with pytest.raises(PermissionError):
-        training._start_workers(Mock())
-
-
-def test_no_name_is_looked_up_for_the_events_of_torch(training, monkeypatch):
-    """A dead name server takes 10 s for each of them, in the thread that polls all else."""
-    monkeypatch.setattr(socket, "getfqdn", Mock(side_effect=AssertionError))
-    group = training._worker_group = Mock(group_world_size=1)
-    group.spec.event_log_handler = "null"
-    group.spec.get_entrypoint_name.return_value = "script"
-    with training.record_duration("RENDEZVOUS"):
-        pass
-    result = RunResult(WorkerState.SUCCEEDED, return_values={3: None})
-    training._worker_group.workers = [Mock(global_rank=3)]
-    training._record_worker_events(result)
+        training._start_workers()

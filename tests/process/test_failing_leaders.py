@@ -38,7 +38,7 @@ PLANTED = textwrap.dedent(
     """
 )
 """A method that fails on the nodes that lead."""
-STORE = {"module": "hpc_elastic.rendezvous.torch_handler", "cls": "RoundStores", "method": "make"}
+STORE = {"module": "hpc_elastic.rendezvous.round_stores", "cls": "RoundStores", "method": "make"}
 """As with a torch that takes no listening socket."""
 MESSAGES = {
     "module": "hpc_elastic.rendezvous.leader_state", "cls": "LeaderState", "method": "received",

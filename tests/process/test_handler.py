@@ -16,7 +16,8 @@ from torch.distributed.elastic.rendezvous import (
 from hpc_elastic.rendezvous.failure_policy import FAILED_TERMS
 from hpc_elastic.rendezvous.log_entry import Failure
 from hpc_elastic.rendezvous.messages import Finished
-from hpc_elastic.rendezvous.torch_handler import RoundStores, SlurmRendezvousHandler
+from hpc_elastic.rendezvous.round_stores import RoundStores, host_store, open_port
+from hpc_elastic.rendezvous.torch_handler import SlurmRendezvousHandler
 
 
 @pytest.fixture
@@ -25,9 +26,15 @@ def run(group):
 
     def make(**rules) -> Group:
         g = group(**rules)
-        g.make_store = RoundStores("127.0.0.1").make
+        g.make_store = make_store
         return g
 
+    def make_store() -> tuple[str, int]:
+        with open_port("127.0.0.1") as listening:
+            stores.append(host_store(listening, {}))
+            return listening.getsockname()
+
+    stores = []
     return make
 
 
@@ -54,23 +61,43 @@ def test_a_round_gives_ranks_and_one_store(run):
 
 def test_a_store_listens_at_its_address_only():
     """It is not open to other networks, and looks up clients by the address's own family."""
-    stores = RoundStores("127.0.0.2")
-    address, port = stores.make()
-    assert address == "127.0.0.2"
-    socket.create_connection((address, port)).close()
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port))
+    with open_port("127.0.0.2") as listening:
+        address, port = listening.getsockname()
+        assert address == "127.0.0.2"
+        socket.create_connection((address, port)).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
 
 
-def test_a_store_that_torch_cannot_start_is_tried_again_by_the_leader(monkeypatch):
+def test_the_process_of_stores_hosts_the_last_one_and_reads_others():
+    """A killed one is started again; the next store ends the one before."""
+    stores, others = RoundStores("127.0.0.1"), RoundStores("127.0.0.1")
+    stores.contents = {"key": "value"}
+    try:
+        first, second = stores.make(), stores.make()
+        assert others.read(second, "key") == "value"
+        with pytest.raises(OSError):
+            others.read(first, "key")
+        stores._process.kill()
+        stores._process.wait()
+        assert others.read(stores.make(), "key") == "value"
+    finally:
+        stores.close()
+        others.close()
+
+
+def test_a_store_that_torch_cannot_start_is_tried_again(monkeypatch):
     """Where strangers hold all descriptors, it is an OSError, which ends no term for a minute."""
 
     def refuse(*_: object, **__: object) -> None:
         raise DistStoreError("Too many open files")
 
-    monkeypatch.setattr("hpc_elastic.rendezvous.torch_handler.TCPStore", refuse)
-    with pytest.raises(OSError, match="no store for the round: Too many open files"):
-        RoundStores("127.0.0.1").make()
+    monkeypatch.setattr("torch.distributed.TCPStore", refuse)
+    with (
+        open_port("127.0.0.1") as listening,
+        pytest.raises(OSError, match="no store for the round: Too many open files"),
+    ):
+        host_store(listening, {})
 
 
 def test_what_it_says_of_itself(run):
@@ -110,7 +137,6 @@ def test_torchrun_fails_with_the_error_of_a_run_that_has_failed(run):
     """It knows the end from nowhere else; the agents of a run read the result."""
     g = run(max_nodes=1)
     (h,) = handlers(g, 1)
-    alone = SlurmRendezvousHandler(h.session, "run 7", PATIENCE_S, is_torchrun=True)
 
     def make_store() -> tuple[str, int]:
         raise TypeError("torch takes no socket")
@@ -120,8 +146,6 @@ def test_torchrun_fails_with_the_error_of_a_run_that_has_failed(run):
     eventually(lambda: h.session._leader is not None)
     h.session._leader._state.run.policy.failed_terms = (failed,) * (FAILED_TERMS - 1)
     with pytest.raises(RendezvousStateError, match="torch takes no socket"):
-        alone.next_rendezvous()
-    with pytest.raises(RendezvousGracefulExitError):
         h.next_rendezvous()
 
 

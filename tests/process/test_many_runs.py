@@ -8,7 +8,8 @@ import pytest
 from group import PATIENCE_S, Group, eventually
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
-from hpc_elastic.rendezvous.torch_handler import RoundStores, SlurmRendezvousHandler
+from hpc_elastic.rendezvous.round_stores import host_store, open_port
+from hpc_elastic.rendezvous.torch_handler import SlurmRendezvousHandler
 
 NUM_AGENTS = 10
 NUM_TIMES = 2
@@ -19,15 +20,20 @@ class RunOfTorch(Group):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, min_nodes=NUM_AGENTS, max_nodes=NUM_AGENTS)
-        self.make_store = RoundStores("127.0.0.1").make
         self.running = frozenset(f"7_{slot}" for slot in range(NUM_AGENTS))
         self.handlers = [
             SlurmRendezvousHandler(self.agent(slot), folder.name, PATIENCE_S)
             for slot in range(NUM_AGENTS)
         ]
 
+    def make_store(self) -> tuple[str, int]:
+        """Host a store here, as torchrun does."""
+        with open_port("127.0.0.1") as listening:
+            self.store = host_store(listening, {})
+            return listening.getsockname()
+
     def end(self) -> None:
-        """End the agents and the stores."""
+        """End the agents."""
         for session in self.sessions:
             session.leave("the test is over")
         self.threads.shutdown()

@@ -12,11 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 from group import eventually
-from torch.distributed.elastic.multiprocessing import start_processes
 
 from ended import is_gone
-from hpc_elastic.agent import warm_workers
-from hpc_elastic.agent.elastic_agent import RoundLogs, made_from
+from hpc_elastic.agent import signals, warm_workers
+from hpc_elastic.agent.elastic_agent import WorkerProcess
 from hpc_elastic.agent.warm_workers import (
     WarmWorkerPool,
     _receive_start,
@@ -28,6 +27,7 @@ from hpc_elastic.agent.warm_workers import (
 from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
 from hpc_elastic.config.schema import AgentSettings, LocalSettings, NodeRange, RunSettings
 from hpc_elastic.run.directory import Entry, RunDir
+from hpc_elastic.slurm.environment import as_worker
 from specs import spec_of, started_run
 
 SCRIPT = """
@@ -148,25 +148,32 @@ class Node:
         (self.folder / "waits.py").write_text(WAITS)
         self.entry("who", imports=("waits",))
 
-    def start(self, pool: WarmWorkerPool, number: int = 1, num: int = 1):
-        """Start workers; from warm ones where there are compatible ones."""
-        os.environ["HPC_ELASTIC_ROUND"] = str(number)
-        sizes = {"LOCAL_WORLD_SIZE": str(num), "WORLD_SIZE": str(num), "GROUP_WORLD_SIZE": "1"}
-        envs = {
-            rank: {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", **sizes,
-                "TORCHELASTIC_RESTART_COUNT": str(number),
-            }
-            for rank in range(num)
-        }  # fmt: skip
-        args = dict.fromkeys(envs, self.command[1:])
-        with made_from(pool, "n1", str(num)):
-            return start_processes("default", self.command[0], args, envs, RoundLogs(self.place))
+    def start(self, pool: WarmWorkerPool, number: int = 1) -> WorkerProcess:
+        """Start one worker; from a warm one where there is a compatible one."""
+        return self.start_all(pool, number, 1)[0]
 
-    def finish(self, processes):
-        """Wait for the worker; return what torch makes of it."""
-        eventually(lambda: processes.wait(0) is not None, PATIENCE_S)
-        return processes.wait(0)
+    def start_all(self, pool: WarmWorkerPool, number: int, num: int) -> list[WorkerProcess]:
+        """Start the workers of a node, by local rank."""
+        os.environ["HPC_ELASTIC_ROUND"], workers = str(number), []
+        sizes = {"LOCAL_WORLD_SIZE": str(num), "WORLD_SIZE": str(num), "GROUP_WORLD_SIZE": "1"}
+        for rank in range(num):
+            files = WorkerFiles(self.place, number, rank, rank)
+            env = as_worker({
+                **os.environ, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank),
+                "GROUP_RANK": "0", "TORCHELASTIC_RESTART_COUNT": str(number),
+                "TORCHELASTIC_ERROR_FILE": str(files.error),
+            }, "n1", str(num))  # fmt: skip
+            workers.append(WorkerProcess(self.command, env, files, pool))
+        return workers
+
+    def finish(self, worker: WorkerProcess) -> int | None:
+        """Wait for the worker; return its exit code."""
+        worker.proc.wait(PATIENCE_S)
+        return worker.own_exit_code
+
+    def finish_all(self, workers: list[WorkerProcess]) -> list[int | None]:
+        """Wait for the workers; return their exit codes."""
+        return [self.finish(worker) for worker in workers]
 
     def value(self, number: int = 1, rank: int = 0) -> object:
         """What the function returned."""
@@ -246,12 +253,11 @@ def test_a_worker_made_from_a_warm_one_is_as_a_new_process(
     assert len(pool.pids) == (2 if how == "fork" else 1)
     monkeypatch.delenv("GONE_LATER")
     monkeypatch.setenv("NEW", "umlaut \u00e4 and no text \udcff")
-    processes = node.start(pool)
-    assert processes.pids() == {0: pid}
-    assert not node.finish(processes).is_failed(), node.files().err.read_text()
+    worker = node.start(pool)
+    assert worker.proc.pid == pid
+    assert node.finish(worker) == 0, node.files().err.read_text()
     prewarmed = node.value()
-    processes = node.start(WarmWorkerPool(0, node.command))
-    assert not node.finish(processes).is_failed()
+    assert node.finish(node.start(WarmWorkerPool(0, node.command))) == 0
     assert node.value() == prewarmed
 
 
@@ -278,10 +284,10 @@ def test_a_warm_worker_that_still_imports_is_used(node, make_pool):
     pool = make_pool(ready=False)
     (pid,) = pool.pids
     eventually((node.folder / "began").exists, PATIENCE_S)
-    processes = node.start(pool)
-    assert processes.pids() == {0: pid}
+    worker = node.start(pool)
+    assert worker.proc.pid == pid
     (node.folder / "go").touch()
-    node.finish(processes)
+    node.finish(worker)
     assert node.value() is False
 
 
@@ -316,20 +322,21 @@ def test_a_report_that_nobody_reads_keeps_no_warm_worker_from_its_work():
 
 @pytest.mark.parametrize(("qualname", "args", "code"), [("exit_with", [7], 7), ("fail", [], 1)])
 def test_its_end_is_a_workers(node, make_pool, qualname, args, code):
-    """Exit codes and the error file are where torch's agent looks for them."""
+    """Exit codes and the error file are where the agent looks for them."""
     node.entry(qualname, *args)
-    result = node.finish(node.start(make_pool()))
-    assert result.failures[0].exitcode == code
-    assert (qualname == "fail") == ("boom" in str(result.failures[0].message))
+    assert node.finish(node.start(make_pool())) == code
+    error = node.files().error
+    assert (qualname == "fail") == (error.exists() and "boom" in error.read_text())
 
 
-def test_torch_stops_it_as_any_worker(node, make_pool):
+def test_the_agent_stops_it_as_any_worker(node, make_pool):
     """A signal to its process group reaches it, and its death is seen."""
     node.entry_that_waits()
     pool = make_pool(ready=False)
     (pid,) = pool.pids
-    processes = node.start(pool)
-    processes.close(signal.SIGTERM, 30)
+    worker = node.start(pool)
+    worker.send_signal(signals.STOP)
+    assert worker.has_ended(time.monotonic() + 30) and worker.own_exit_code is None
     assert is_gone(pid)
 
 
@@ -380,7 +387,7 @@ def test_a_warm_worker_that_died_is_replaced_by_a_new_process(node, make_pool, c
     assert "slot 1 ended by itself, with exit code -9" in caplog.text
     assert pool.maintain() == []
     assert pool.pids == []
-    assert not node.finish(node.start(pool)).is_failed()
+    assert node.finish(node.start(pool)) == 0
 
 
 def test_a_warm_worker_that_opens_the_gpu_is_not_kept(node, make_pool, caplog):
@@ -400,15 +407,14 @@ def test_what_is_read_at_start_makes_a_new_process(node, make_pool, monkeypatch)
     pool = make_pool()
     old = pool.pids
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    processes = node.start(pool)
-    node.finish(processes)
-    assert processes.pids()[0] not in old
+    worker = node.start(pool)
+    node.finish(worker)
+    assert worker.proc.pid not in old
     assert node.value()["env"]["OMP_NUM_THREADS"] == "2"
     pool.fill(paced=False)
     assert all(map(is_gone, old))
     eventually(lambda: all_ready(pool, 1), PATIENCE_S)
-    processes = node.start(pool, 2)
-    node.finish(processes)
+    node.finish(node.start(pool, 2))
     assert node.value(2)["env"]["OMP_NUM_THREADS"] == "2"
 
 
@@ -452,8 +458,8 @@ def test_a_node_imports_once(node, make_pool):
     node.entry_that_counts("who")
     pool = make_pool(3, ready=False)
     for number in (1, 2, 3):
-        result = node.finish(node.start(pool, number, 3))
-        assert not result.is_failed(), node.files(number).err.read_text()
+        codes = node.finish_all(node.start_all(pool, number, 3))
+        assert codes == [0, 0, 0], node.files(number).err.read_text()
         pool.fill(paced=number > 1)
     assert node.num_imports == 1 and len({str(node.value(3, rank)) for rank in range(3)}) == 3
 
@@ -461,7 +467,7 @@ def test_a_node_imports_once(node, make_pool):
 def test_forks_have_random_numbers_of_their_own(node, make_pool):
     """As processes that have imported NumPy for themselves."""
     node.entry("draw", imports=("numpy.random",))
-    node.finish(node.start(make_pool(2), 1, 2))
+    node.finish_all(node.start_all(make_pool(2), 1, 2))
     drawn = [*node.value(), *node.value(1, 1)]
     assert len(set(drawn)) == len(drawn)
 
@@ -471,8 +477,8 @@ def test_a_fork_that_has_torch_computes_as_a_new_process(node, make_pool):
     node.entry("compute", imports=("torch",))
     pool = make_pool(2)
     assert all(num_of("task", pid) == 1 for pid in pool.pids)
-    result = node.finish(node.start(pool, 1, 2))
-    assert not result.is_failed(), node.files().err.read_text()
+    codes = node.finish_all(node.start_all(pool, 1, 2))
+    assert codes == [0, 0], node.files().err.read_text()
     assert node.value() == node.value(1, 1) == 512**3
 
 
@@ -480,8 +486,7 @@ def test_a_fork_that_has_torch_computes_as_a_new_process(node, make_pool):
 def test_a_fork_has_data_loaders(node, make_pool, method):
     """However they are started."""
     node.entry("load", method, imports=("torch",))
-    result = node.finish(node.start(make_pool()))
-    assert not result.is_failed(), node.files().err.read_text()
+    assert node.finish(node.start(make_pool())) == 0, node.files().err.read_text()
     assert node.value() == 8
 
 
@@ -495,7 +500,8 @@ def test_where_a_fork_would_share_or_lack_something_each_imports(
     pool = make_pool(3)
     assert node.num_imports == len(pool.pids) == 3
     assert why in caplog.text and caplog.text.count("are not forked") == 1
-    assert not node.finish(node.start(pool, 1, 3)).is_failed(), node.files().err.read_text()
+    codes = node.finish_all(node.start_all(pool, 1, 3))
+    assert codes == [0, 0, 0], node.files().err.read_text()
 
 
 def test_parts_of_a_gpu_are_not_shared_out_by_forks(node, make_pool, caplog, monkeypatch):
@@ -511,20 +517,20 @@ def test_workers_outlive_the_process_that_has_forked_them(node, make_pool):
     node.entry_that_counts("stay")
     pool = make_pool(2)
     parent = next(pid for pid in pool.pids if pid not in warm_pids(pool))
-    processes = node.start(pool, 1, 2)
+    workers = node.start_all(pool, 1, 2)
     os.kill(parent, signal.SIGKILL)
     eventually(lambda: pool.maintain() == [-signal.SIGKILL], PATIENCE_S)
-    for rank, pid in processes.pids().items():
+    for rank, worker in enumerate(workers):
         out = WorkerFiles(node.place, 1, rank, rank).out
         eventually(lambda out=out: "stays" in out.read_text(), PATIENCE_S)
-        assert not is_gone(pid)
+        assert not is_gone(worker.proc.pid)
     pool.fill(paced=True)
     eventually(lambda: all_ready(pool, 2), PATIENCE_S)
     assert node.num_imports == 2
-    os.kill(processes.pids()[1], signal.SIGKILL)
-    result = node.finish(processes)
-    assert result.failures[1].exitcode == -signal.SIGKILL
-    assert all(map(is_gone, processes.pids().values()))
+    os.kill(workers[1].proc.pid, signal.SIGKILL)
+    assert node.finish(workers[1]) == -signal.SIGKILL
+    os.kill(workers[0].proc.pid, signal.SIGKILL)
+    node.finish(workers[0])
 
 
 def test_forked_workers_die_with_their_agent(node):
@@ -555,7 +561,7 @@ def test_nothing_grows_over_restarts(node, make_pool):
     parent = next(pid for pid in pool.pids if pid not in warm_pids(pool))
     counted = set()
     for number in range(1, ROUNDS + 1):
-        node.finish(node.start(pool, number, 2))
+        node.finish_all(node.start_all(pool, number, 2))
         pool.fill(paced=True)
         assert pool.await_imports(PATIENCE_S)
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()

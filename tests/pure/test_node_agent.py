@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from subprocess import CompletedProcess
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from hpc_elastic.agent import node_agent as module
 from hpc_elastic.agent.node_agent import TAKEN, num_workers
 from hpc_elastic.config.schema import BACKENDS, NodeRange, RunSettings
-from hpc_elastic.errors import ConfigError, SlurmCommandError
+from hpc_elastic.errors import ConfigError, HpcElasticError, SlurmCommandError
 from hpc_elastic.rendezvous.messages import Requeue
 from hpc_elastic.run.events import EventLog, read_events
 from hpc_elastic.slurm.environment import SlurmEnvironment
@@ -23,18 +24,25 @@ from hpc_elastic.slurm.parsing import NodeRecord
     [(3, 8, 3), ("gpu", 2, 2), ("cpu", 2, 16), ("auto", 2, 2), ("auto", 0, 1)],
 )
 def test_workers_of_a_node(wanted, gpus, expected, monkeypatch):
-    """A number is taken as it is; the words ask torch for GPUs and Slurm for CPUs."""
-    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    assert num_workers(wanted, cpus=16) == expected
+    """A number is taken as it is; the words go by torch's GPUs and Slurm's CPUs."""
+    assert num_workers(wanted, 16, gpus) == expected
+    monkeypatch.setattr(module, "driver_gpus", lambda: ["a GPU"])
+    counted = CompletedProcess([], 0, f"a note of torch's\n{gpus}\n", "")
+    monkeypatch.setattr(module._util, "run", lambda *_, **__: counted)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert num_workers(wanted, 16, None) == expected
+    counted.returncode, counted.stderr = 1, "ImportError: libcudart"
+    if isinstance(wanted, str) and wanted != "cpu":
+        with pytest.raises(HpcElasticError, match="libcudart"):
+            num_workers(wanted, 16, None)
 
 
-def test_gpu_without_a_gpu_says_which_key_asks_for_one(monkeypatch):
+def test_gpu_without_a_gpu_says_which_key_asks_for_one():
     """The remedy is a setting."""
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(ConfigError, match=r"launcher\.gpus_per_node"):
-        num_workers("gpu", cpus=16)
+        num_workers("gpu", 16, 0)
     with pytest.raises(ConfigError, match=r"no GPU on this node: give a number or cpu, or leave"):
-        num_workers("gpu", cpus=16, is_local=True)
+        num_workers("gpu", 16, 0, is_local=True)
 
 
 @pytest.mark.parametrize("granted", [None, ""])
@@ -42,24 +50,22 @@ def test_a_node_with_gpus_whose_task_has_none_does_not_train_on_a_cpu(
     monkeypatch, tmp_path, granted
 ):
     """One CPU worker a node would be said by nothing. A number of workers is a choice."""
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("hpc_elastic.gpus.NVIDIA_GPUS", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if granted is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", granted)
-    assert num_workers("auto", cpus=16) == 1
+    assert num_workers("auto", 16, None) == 1, "no process is started to count none"
     (tmp_path / "0000:07:00.0").mkdir()
     with pytest.raises(ConfigError, match=r"was granted none: set launcher\.gpus_per_node"):
-        num_workers("auto", cpus=16)
-    assert num_workers(1, cpus=16) == num_workers("auto", cpus=16, is_local=True) == 1
+        num_workers("auto", 16, 0)
+    assert num_workers(1, 16, 0) == num_workers("auto", 16, 0, is_local=True) == 1
 
 
 def test_a_node_has_a_worker_for_each_slice_of_mig(monkeypatch):
     """torch counts one, since CUDA shows one to a process."""
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1,MIG-2,MIG-3")
-    assert num_workers("auto", cpus=16) == num_workers("gpu", cpus=16) == 3
-    assert num_workers(2, cpus=16) == 2
+    assert num_workers("auto", 16, 1) == num_workers("gpu", 16, None) == 3
+    assert num_workers(2, 16, 1) == 2
 
 
 def settings(backend: str) -> RunSettings:

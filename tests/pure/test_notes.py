@@ -67,7 +67,7 @@ def test_the_next_leader_notes_that_the_one_before_is_no_replica_any_more():
 
 def test_workers_that_are_stopped_say_how_far_they_have_come():
     """What a script says of its steps goes before their count."""
-    from hpc_elastic.agent.elastic_agent import last_step_fields  # imports torch
+    from hpc_elastic.agent.elastic_agent import last_step_fields
 
     counted = replace(NOTHING, step=3, step_time=10.00049)
     asks = replace(counted, step=4, step_time=11.0, passed=104)

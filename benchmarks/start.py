@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 from evidence import torchrun as peer
@@ -23,6 +24,7 @@ from evidence.sandbox import sandbox_of
 from evidence.show import options, present
 
 from hpc_elastic.agent.warm_workers import WarmWorkerPool
+from hpc_elastic.run.events import read_events
 from slurm_sandbox import SandboxConfig
 
 SCRIPT = """
@@ -46,8 +48,18 @@ from hpc_elastic.agent import signals, warm_workers
 signals.set_up_worker()
 warm_workers.wait_for_use(os.environ["HPC_ELASTIC_WARM_WORKER"], ["torch"])
 """
+HELD = """
+import os, sys, time
+if "hpc_elastic.agent" in sys.orig_argv and os.environ["SLURMD_NODENAME"] == "local-1":
+    while not os.path.exists(os.environ["GO"]):
+        time.sleep(0.01)
+"""
+"""Keeps the second agent of a run from its start."""
+WAITS, LEADS = "MB (PSS): an agent that waits", "s: an agent, to the term that it leads"
+JOINS = "s: a second agent, to the first line of both"
+SOCKETS, IMPORTS = "MB (PSS): Python with asyncio", "s: import torch, torch._dynamo"
 PATIENCE_S = 120.0
-TARGET_S = 3.1
+TARGET_S, TARGET_MB = 3.1, 45.0
 OURS = "hpc_elastic"
 ABOUT = About(
     title="From the command to the first line",
@@ -116,9 +128,47 @@ def warm(how: str, num: int) -> tuple[float, float, float]:
     assert pool.await_imports(PATIENCE_S)
     ready_s, processes = time.monotonic() - begin, [psutil.Process(pid) for pid in pool.pids]
     cpu_s = sum(sum(process.cpu_times()[:2]) for process in processes)
-    pss = sum(process.memory_full_info().pss for process in processes)
+    mb = sum(map(pss, pool.pids))
     pool.close()
-    return ready_s, cpu_s, pss / 1e6
+    return ready_s, cpu_s, mb
+
+
+def pss(pid: int) -> float:
+    return float(psutil.Process(pid).memory_full_info().pss / 1e6)
+
+
+def agents() -> dict[str, float]:
+    """Let an agent lead and wait on this machine until a second one comes, and beside it floors."""
+    with tempfile.TemporaryDirectory(prefix="start-") as name:
+        folder, out, go = Path(name), Path(name, "first"), Path(name, "go")
+        (folder / "script.py").write_text(SCRIPT)
+        (folder / "sitecustomize.py").write_text(HELD)
+        env = {**os.environ, "FIRST_LINE": str(out), "GO": str(go)}
+        env["PYTHONPATH"] = f"{folder}{os.pathsep}{env.get('PYTHONPATH', '')}"
+        run = ["+launcher=local", "nodes=2", f"hydra.sweep.dir={folder}"]
+        command = subprocess.Popen(
+            [sys.executable, str(folder / "script.py"), "-m", *run], env=env, cwd=folder,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        kinds: dict[str, dict[str, Any]] = {}
+        while "leader" not in kinds:
+            time.sleep(0.02)
+            events = folder / "0" / "events"
+            kinds = {e["kind"]: e for e in (read_events(events) if events.is_dir() else ())}
+        time.sleep(1.0)
+        found = {WAITS: pss(kinds["task"]["pid"])}
+        found[LEADS] = kinds["leader"]["time"] - kinds["task"]["started"]
+        go.touch()
+        found[JOINS] = first_line(out) - go.stat().st_mtime
+        command.wait(PATIENCE_S)
+    floor = [sys.executable, "-c", "import asyncio; print(1, flush=True); input()"]
+    with subprocess.Popen(floor, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        found[SOCKETS] = pss(process.pid)
+        process.kill()
+    begin = time.time()
+    subprocess.run([sys.executable, "-c", "import torch, torch._dynamo"], check=True)
+    return {**found, IMPORTS: time.time() - begin}
 
 
 def main() -> None:
@@ -141,14 +191,24 @@ def main() -> None:
         tuple((f"{how}, {n}", *map(figure, zip(*warmed[how, n], strict=True))) for how, n in kinds),
     )
     one, eight = (statistics.median(s for s, *_ in warmed["fork", n]) for n in (1, 8))
+    alone = [agents() for _ in range(given.repeats)]
     rows = tuple((name, figure(seconds)) for name, seconds in taken.items())
     median = statistics.median(taken[OURS])
     result = Result(
         about=ABOUT,
-        tables=(Table("command to first line", (Column(""), Column("s", ".1f")), rows), table),
+        tables=(
+            Table("command to first line", (Column(""), Column("s", ".1f")), rows),
+            table,
+            Table(
+                "two agents on one machine",
+                (Column(""), Column("", ".2f")),
+                tuple((name, figure([each[name] for each in alone])) for name in alone[0]),
+            ),
+        ),
         targets=(
             Target(f"{OURS}: the first line", TARGET_S, median, "s"),
             Target("8 warm workers ready, of one", 1.3, eight / one, ""),
+            Target(WAITS, TARGET_MB, statistics.median(each[WAITS] for each in alone), "MB"),
         ),
         peers=(peer.peer(),),
         repeats=given.repeats,

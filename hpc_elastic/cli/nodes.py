@@ -49,6 +49,7 @@ class NamedNode:
         from hpc_elastic.launcher.run_handle import COMMANDS
         from hpc_elastic.run.events import EventLog
         from hpc_elastic.run.registry import user
+        from hpc_elastic.shared_files import make_folder
 
         log = self.run.events(COMMANDS)
         try:

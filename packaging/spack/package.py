@@ -33,7 +33,7 @@ class PyHpcElastic(PythonPackage):
     depends_on("py-rich@13:", type=("build", "run"))
     depends_on("py-numpy@1.26:", type=("build", "run"))
     depends_on("py-xxhash@3.4:", type=("build", "run"))
-    depends_on("py-msgspec@0.19:", type=("build", "run"))
+    depends_on("py-msgspec@0.21:", type=("build", "run"))
 
     conflicts("platform=darwin")
     conflicts("platform=windows")

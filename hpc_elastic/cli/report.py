@@ -36,8 +36,8 @@ Formats:
   png   the figures and charts as a picture
   json  all values; docs/reference/report.md describes the keys
 
-png needs `pip install 'hpc_elastic[report]'`. The file holds the configuration, and only you can
-read it; `chmod a+r` makes it readable to others.
+The charts, and png, need `pip install 'hpc_elastic[report]'`. The file holds the configuration, and
+only you can read it; `chmod a+r` makes it readable to others.
 
 With --live, pages are served on 127.0.0.1 of this machine until Ctrl-C: a list of runs, the report
 of each, kept up to date, and its logs, followed and searched. RUN is also the directory of a sweep,

@@ -8,14 +8,13 @@ carry its nonce, and opens no connection.
 from __future__ import annotations
 
 import functools
-import gzip
 import json
 import re
 import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.resources import files
+from types import ModuleType
 from typing import Any
 
 import yaml
@@ -34,11 +33,15 @@ SHOWN_AT_ONCE = 12
 
 
 def html(report: Mapping[str, Any]) -> str:
-    """Return the page of a report's JSON form."""
-    drawn = charts.charts(report)
+    """Return the page of a report's JSON form; without charts if no library draws them."""
+    try:
+        script, lacks = charts_script(), ""
+    except ReportLibraryError as e:
+        script, lacks = "", str(e)
+    drawn = charts.charts(report) if script else []
     return _template("page.html.j2").render(
         **_values(report, drawn), live=False, specs=_specs(drawn), configs=chart_configs(),
-        script=charts_script() if drawn else "", nonce=secrets.token_urlsafe(16),
+        script=script if drawn else "", lacks=lacks, nonce=secrets.token_urlsafe(16),
     )  # fmt: skip
 
 
@@ -95,9 +98,8 @@ def chart_configs() -> dict[str, dict[str, Any]]:
 
 
 def charts_script() -> str:
-    """Return the script of Vega, Vega-Lite and their embedding (vega.LICENSE.txt)."""
-    packed = files(__package__).joinpath("vega.js.gz").read_bytes()
-    return gzip.decompress(packed).decode()
+    """Return the script of Vega, Vega-Lite and their embedding; ReportLibraryError without it."""
+    return str(_library().javascript_bundle())
 
 
 def theme_css() -> str:
@@ -266,14 +268,18 @@ class ReportLibraryError(HpcElasticError, ImportError):
 
 def png(report: Mapping[str, Any]) -> bytes:
     """Return the picture; raise ReportLibraryError without the library that draws the charts."""
+    chart = json.dumps(spec(report))
+    return bytes(_library().vegalite_to_png(chart, scale=2.0, allowed_base_urls=[]))
+
+
+def _library() -> ModuleType:
     try:
         import vl_convert
     except ImportError as e:
-        raise ReportLibraryError(
-            f"a picture needs vl-convert ({e}): pip install 'hpc_elastic[report]'; a page does not"
-        ) from e
-    chart = json.dumps(spec(report))
-    return bytes(vl_convert.vegalite_to_png(chart, scale=2.0, allowed_base_urls=[]))
+        why = f"charts need vl-convert ({e}): pip install 'hpc_elastic[report]'"
+        raise ReportLibraryError(why) from e
+    library: ModuleType = vl_convert
+    return library
 
 
 def spec(report: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ def serve_pages(
     if everything == bool(runs):
         raise click.UsageError("give RUN, or --all (and not both)")
     try:
+        from hpc_elastic.report.page import charts_script
         from hpc_elastic_watch.live_pages import application
         from hpc_elastic_watch.live_server import serve
     except ImportError as e:
@@ -31,6 +32,7 @@ def serve_pages(
         raise click.ClickException(f"--live needs starlette and uvicorn ({e}): {remedy}") from e
     from hpc_elastic_watch.live_runs import LiveRuns
 
+    charts_script()  # refuses now, if the library is missing
     token = secrets.token_urlsafe(32)
     with listen(port) as listener, LiveRuns(_finder(runs)) as live:
         app = application(live, token, control=control)

@@ -32,9 +32,6 @@ worker's log. Imports must not slow the training down, but an ordinary user cann
 nice value or SCHED_IDLE (sched(7)). So a warm worker pauses between imports, and uses SCHED_BATCH,
 which wakes up without preempting others and can be undone.
 
-Before any training the agent imports torch, too, and is needed first. If no CPU is free meanwhile,
-a warm worker begins after it, or becomes a worker without any import, which costs nothing.
-
 All calls come from the agent's main thread: Linux ends a child with the *thread* that started it
 (PR_SET_PDEATHSIG, which every worker sets).
 """
@@ -54,7 +51,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.abc import MetaPathFinder
@@ -62,7 +59,7 @@ from pathlib import Path
 
 from hpc_elastic._util import readable
 from hpc_elastic.agent import signals
-from hpc_elastic.agent.stacks import has_gpu_open, main_thread_load_s, process_state
+from hpc_elastic.agent.stacks import has_gpu_open
 from hpc_elastic.agent.task_context import Task
 from hpc_elastic.config.schema import Nproc, WarmWorkers
 from hpc_elastic.gpus import driver_gpus
@@ -319,8 +316,6 @@ _OUTPUTS = (1, 2)
 _PAUSE_FACTOR = 2.0
 """Seconds of pause for each second of CPU time."""
 _SLICE_S = 0.005
-_WINDOW_S = 0.2
-"""Interval over which a warm worker measures whether a CPU is free."""
 _ALSO_IMPORTED = {"torch": ("torch._dynamo", "hpc_elastic.checkpoint.checkpointer")}
 """The first optimizer of a process imports the first one, which takes as long as torch itself."""
 _READ_AT_START = (
@@ -389,7 +384,7 @@ def wait_for_use(how: str, modules: list[str]) -> None:
         os.close(kept)
     with (
         frozen_imports(),
-        _in_the_background(channel) if pace == "paced" else _when_cpu_is_idle(channel),
+        _in_the_background(channel) if pace == "paced" else contextlib.nullcontext(),
     ):
         failed = _import_ahead(modules, channel)
     note_choice_of_gpus()
@@ -510,33 +505,6 @@ def frozen_imports() -> Iterator[None]:
         gc.enable()
 
 
-@contextlib.contextmanager
-def _when_cpu_is_idle(channel: socket.socket) -> Iterator[None]:
-    """Wait until a CPU is free, the agent has finished its imports, or this process is needed."""
-    agent, cpus = os.getppid(), {f"cpu{number}" for number in os.sched_getaffinity(0)}
-    with contextlib.suppress(OSError):  # a kernel without these counters
-        looked = time.monotonic(), main_thread_load_s(agent), _idle_s(cpus)
-        while looked[1] is not None and not _is_needed(channel, _WINDOW_S):
-            before, looked = looked, (time.monotonic(), main_thread_load_s(agent), _idle_s(cpus))
-            passed, free = looked[0] - before[0], looked[2] - before[2]
-            wanted = (looked[1] or 0.0) - (before[1] or 0.0)
-            # a wait in the run queue is counted only once it has ended
-            if free > 0.8 * passed or (wanted < 0.5 * passed and process_state(agent) != "R"):
-                break
-    yield
-
-
-def _idle_s(cpus: Collection[str]) -> float:
-    """Return how long these CPUs were idle, or ran processes of less priority (proc(5), stat)."""
-    ticks, is_niced = 0, os.nice(0) > 0
-    for line in Path("/proc/stat").read_text().splitlines():
-        name, *times = line.split()
-        if name in cpus:
-            _, niced, _, idle, waits = map(int, times[:5])
-            ticks += idle + waits + (0 if is_niced else niced)
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
 class _ImportPacer(MetaPathFinder):
     """Import hook that only pauses before each import, in proportion to the last ones' time."""
 
@@ -599,7 +567,7 @@ def worker_command(task: Task) -> tuple[str, ...]:
 
 
 def start_pool(task: Task) -> WarmWorkerPool:
-    """Start the warm workers of a task before the agent imports torch: both import in parallel."""
+    """Start the warm workers of a task, which import while the agent joins."""
     settings = task.spec.settings
     num_workers = likely_workers(
         settings.nproc_per_node, task.slurm.cpus_on_node, os.environ, len(driver_gpus())

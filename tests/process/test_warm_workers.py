@@ -1,4 +1,4 @@
-"""Warm workers: what a task prepares before it imports torch, and workers made from them."""
+"""Warm workers: what a node imports in advance, and workers made from that."""
 
 import json
 import os

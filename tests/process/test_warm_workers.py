@@ -291,23 +291,6 @@ def test_a_warm_worker_that_still_imports_is_used(node, make_pool):
     assert node.value() is False
 
 
-def test_a_warm_worker_gives_way_to_its_agent(node, make_pool):
-    """Where both have one CPU, it imports once the agent does without."""
-    cpus = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cpus)})
-    try:
-        node.entry_that_waits()
-        (pid,) = make_pool(ready=False).pids
-        output, deadline = Path(f"/proc/{pid}/fd/1"), None
-        while deadline is None or time.monotonic() < deadline:  # busy, as an agent that imports
-            if deadline is None and "hpc_elastic-warm-worker" in str(output.readlink()):
-                deadline = time.monotonic() + 1
-        assert not (node.folder / "began").exists()
-        eventually((node.folder / "began").exists, PATIENCE_S)
-    finally:
-        os.sched_setaffinity(0, cpus)
-
-
 def test_a_report_that_nobody_reads_keeps_no_warm_worker_from_its_work():
     """The agent closes the socket behind its message, and may do so before it has looked."""
     agent, warm = socket.socketpair()

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from hpc_elastic._util import hydra_release
+from hpc_elastic.run.directory import RunDir
 
 ROOT = Path(__file__).parents[3]
 CORPUS = Path(__file__).parent / "corpus"
@@ -81,8 +82,10 @@ def observe(folder: Path, case: str, *, ours: bool, rank: int = 0) -> dict[str, 
             "CORPUS_NODE": "node",
         }
         del environ["CORPUS_HOME"]  # the node has it from the submission
-        run = folder / "sweep" / "0"
-        _run([sys.executable, "-m", "hpc_elastic.agent.worker_main", str(run)], folder, environ)
+        run = RunDir(folder / "sweep" / "0")
+        run.complete(run.load())  # as a task that starts
+        worker = [sys.executable, "-m", "hpc_elastic.agent.worker_main", str(run.path)]
+        _run(worker, folder, environ)
     seen: dict[str, Any] = json.loads((folder / "seen.json").read_text())
     seen["files"] = sorted(str(path.relative_to(folder)) for path in folder.rglob("written.txt"))
     seen["argv"] = [word for word in seen["argv"] if word not in (*OURS, "-m")]

@@ -182,8 +182,6 @@ class LeaderState:
             return []
         self._tracker.last_heartbeat[agent] = now
         match message:
-            case messages.Heartbeat(progress):
-                return self._do(self._learn(agent, progress, now)) if progress else []
             case messages.Leave(why):
                 knows = self.notice_confirmed(agent.task)
                 left = self.disconnected(agent, why, now, announced=True)
@@ -367,6 +365,8 @@ class LeaderState:
                 return self.rounds.join(agent, now, message)
             case messages.Close():
                 return self.run.close()
+            case messages.Heartbeat(progress):
+                return self._learn(agent, progress, now) if progress else []
             case messages.Stall() | messages.Stacks() if self.rounds.is_current(agent, message):
                 return self._hangs.received(self.rounds, agent, message, now)
         return self.rounds.received(agent, message, now)

@@ -180,10 +180,10 @@ def test_a_step_folder_that_a_stranger_has_made_is_refused(shared, stranger):
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_the_store_of_a_round_listens_at_one_address(address):
     """Not at all addresses of the node, and not in the other family."""
-    listening = open_port(address)
-    host, port = listening.getsockname()[:2]
-    socket.create_connection((host, port), 10).close()
-    other = {"127.0.0.1": "::1", "::1": "127.0.0.1"}[address]
-    for elsewhere in (other, "127.0.0.2"):
-        with pytest.raises(OSError):
-            socket.create_connection((elsewhere, port), 10).close()
+    with open_port(address) as listening:
+        host, port = listening.getsockname()[:2]
+        socket.create_connection((host, port), 10).close()
+        other = {"127.0.0.1": "::1", "::1": "127.0.0.1"}[address]
+        for elsewhere in (other, "127.0.0.2"):
+            with pytest.raises(OSError):
+                socket.create_connection((elsewhere, port), 10).close()

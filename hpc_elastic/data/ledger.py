@@ -69,7 +69,7 @@ from hpc_elastic.data.epoch_plan import EpochPlan, SamplePosition
 from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import RunDir, RunSpec
-from hpc_elastic.shared_files import make_folder
+from hpc_elastic.shared_files import make_folder, read_text
 from hpc_elastic.worker import reporting
 
 VERSION = 2
@@ -288,7 +288,7 @@ def _left_file(mark: Path, own: Path) -> Path | None:
     It is if its writer is dead, and its last line is whole.
     """
     with contextlib.suppress(OSError, ValueError):
-        name, pid = mark.read_text().split("/")
+        name, pid = read_text(mark).split("/")
         with own.with_name(name).open("rb") as file:
             file.seek(-1, os.SEEK_END)
             if name != own.name and file.read() == b"\n" and not Path("/proc", pid).exists():

@@ -194,9 +194,10 @@ def convert(hint: object, given: Given, parser: Parser | None = None) -> object:
 
 
 def choice(given: Given, allowed: tuple[str, ...]) -> str:
-    """Return one of a few words."""
-    if given.value in allowed and isinstance(given.value, str):
-        return given.value
+    """Return one of a few words; YAML reads ``on`` and ``off`` as truth values."""
+    word = ("off", "on")[given.value] if isinstance(given.value, bool) else given.value
+    if word in allowed and isinstance(word, str):
+        return word
     hint = near_miss(str(given.value), allowed)
     raise given.refuse(f"allowed is {' or '.join(allowed)}{hint}")
 

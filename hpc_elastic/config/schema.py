@@ -257,6 +257,11 @@ class SlurmSettings(LauncherSettings):
     QOS with NoReserve, if ``qos`` is not given, else ``time_min`` (5 minutes if not given).
     ``ladder``: ``time_min`` without a look at other jobs: the waiting tasks have limits of several
     lengths."""
+    give_way: Literal["off", "auto", "on", "all"] = "off"
+    """Whether nodes go back, at a checkpoint and without loss, as soon as a job of somebody else
+    that waits could start with them; Slurm tries waiting tasks after the jobs of others. ``on``:
+    those beyond the minimum. ``all``: the minimum too. ``auto``: as ``on``, where the site shows
+    the jobs of others."""
     gpus_per_node: Annotated[int | str | None, "GPUs"] = None
     """``2`` or ``'a100:2'``."""
     cpus_per_node: Annotated[int | None, "at least 1"] = None

@@ -61,6 +61,7 @@ from hpc_elastic.rendezvous.effects import (
     RenewLease,
     Send,
     StepDown,
+    hosts_of,
 )
 from hpc_elastic.rendezvous.failure_policy import Stragglers
 from hpc_elastic.rendezvous.hang_diagnosis import HangDiagnosis
@@ -75,12 +76,12 @@ from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
 from hpc_elastic.rendezvous.task_recovery import CONFIRM_LOST_S, SlurmPollSchedule
 from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.run.task_name import queue_name
-from hpc_elastic.site import QueueAdvice, QueueQuestion
+from hpc_elastic.site import NodeReturn, QueueAdvice, QueueQuestion
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.transport.messages import Json
 
-DRAIN_LEFT_S = 7 * 24 * 3600.0
-"""A drained node may be used to the end of its job; it is left at the next checkpoint."""
+NO_DEADLINE_S = 7 * 24 * 3600.0
+"""What a drained node, or one for another job, is left by: at the next checkpoint, in fact."""
 _QUEUE_EVERY_S = 5.0
 """Interval of the queries of the queue."""
 _SHORT_LONGEST_S = 15.0
@@ -143,8 +144,8 @@ class LeaderState:
         """When the queue is queried next; infinite until it has answered."""
         self._short_due, self._short_pause_s = now, _QUEUE_EVERY_S
         self._leave_requests = LeaveRequests()
-        self._drained: dict[int, Agent] = {}
-        """Of each slot the agent that was sent a notice last, as its node is drained."""
+        self._left_soon: dict[int, Agent] = {}
+        """Of each slot the agent that was asked last to leave at a checkpoint."""
 
     # ---- events -------------------------------------------------------------------------
 
@@ -251,7 +252,20 @@ class LeaderState:
             effects = [] if self.fenced else self._do(self.rounds.sweep_answered(why, now))
         if advice.max_nodes is not None:
             self.run.growth.share = advice.max_nodes
-        return [*effects, *self.drained(advice.drained)]
+        return [*effects, *self.drained(advice.drained), *self._give_back(advice.returns)]
+
+    def _give_back(self, returns: Iterable[NodeReturn]) -> list[Effect]:
+        """Let agents leave, at a checkpoint, whose nodes a job of somebody else is to have."""
+        connected = {agent.task: agent for agent in self._tracker.last_heartbeat}
+        effects: list[Effect] = []
+        for each in returns:
+            agents = [connected[task] for task in each.tasks if task in connected]
+            self._left_soon |= {agent.slot: agent for agent in agents}
+            fields = {"job": each.job, "user": each.user, "needs": each.num_nodes}
+            named = {"tasks": [a.task for a in agents], "hosts": hosts_of(agents)}
+            effects.append(Note("nodes_given_back", {**fields, **named}))
+            effects.append(Send(tuple(agents), messages.NoticeRequest(NO_DEADLINE_S)))
+        return [] if self.fenced else self._do(effects)
 
     def drained(self, states: Mapping[str, str]) -> list[Effect]:
         """Let agents leave, without a deadline, whose nodes are drained: they get no new jobs.
@@ -261,19 +275,19 @@ class LeaderState:
         """
         effects: list[Effect] = []
         members, rules = self.run.ranks.members, self.run.rules
-        num_left = sum(self._drained.get(agent.slot) != agent for agent in members)
+        num_left = sum(self._left_soon.get(agent.slot) != agent for agent in members)
         for agent in sorted(self._tracker.last_heartbeat, key=lambda a: a.slot):
-            is_due = agent.host in states and self._drained.get(agent.slot) != agent
+            is_due = agent.host in states and self._left_soon.get(agent.slot) != agent
             if not is_due or queue_name(agent.task) != agent.task:
                 continue
             if agent in self.run.ranks:
                 if rules.usable_nodes(num_left - 1) < rules.min_nodes:
                     continue
                 num_left -= 1
-            self._drained[agent.slot] = agent
+            self._left_soon[agent.slot] = agent
             fields = {"task": agent.task, "host": agent.host, "state": states[agent.host]}
             effects.append(Note("node_drained", fields))
-            effects.append(Send((agent,), messages.NoticeRequest(DRAIN_LEFT_S)))
+            effects.append(Send((agent,), messages.NoticeRequest(NO_DEADLINE_S)))
         return [] if self.fenced else self._do(effects)
 
     def appended(self) -> list[Effect]:
@@ -497,13 +511,32 @@ class LeaderState:
             return []
         is_short = in_sweep and run.is_short and now >= self._short_due
         trains = in_sweep and not run.is_short and run.phase is RoundPhase.RUNNING
-        if not (is_short or trains or run.rules.fits_time_limits):
+        gives_way = in_sweep and run.rules.give_way != "off"
+        if not (is_short or trains or run.rules.fits_time_limits or gives_way):
             return []
         self._queue_due = math.inf
         if is_short:
             self._short_due = math.inf
         lost, grows = dict(run.participants.lost), not run.growth.holds
-        return [QueryQueue(QueueQuestion(lost, is_short=is_short, trains=trains, grows=grows))]
+        returnable = self._returnable() if trains and gives_way else ()
+        return [QueryQueue(QueueQuestion(lost, is_short, trains, grows, returnable))]
+
+    def _returnable(self) -> tuple[tuple[str, str], ...]:
+        """Return the tasks that may leave their nodes, with their hosts, the best ones first.
+
+        Those without a place in the round, then those of the last ranks. The minimum and the tasks
+        of its slots stay, unless ``give_way=all``.
+        """
+        run, stay = self.run, self._left_soon
+        least = 0 if run.rules.give_way == "all" else run.rules.min_nodes
+        members = [a for a in run.ranks.members if stay.get(a.slot) != a]
+        waiting = [a for a in run.participants.joined if a not in members and stay.get(a.slot) != a]
+        leaving = sorted(members, key=lambda a: a.slot >= least)[least:][::-1]
+        return tuple(
+            (agent.task, agent.host)
+            for agent in (*waiting, *leaving)
+            if agent.slot >= least and queue_name(agent.task) == agent.task
+        )
 
 
 _HEARTBEATS_PER_S = 5000

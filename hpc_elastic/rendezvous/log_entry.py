@@ -411,6 +411,8 @@ class RoundRules:
     """Whether runs that were submitted together with it may compete for the same nodes."""
     fits_time_limits: bool = False
     """Whether its waiting tasks get time limits that fit between other jobs."""
+    give_way: str = "off"
+    """Which nodes go back for jobs of others: ``off``, ``on`` (beyond the minimum) or ``all``."""
     max_failed_rounds: int = LauncherSettings.max_failed_rounds
     max_requeues: int | None = LauncherSettings.max_requeues
     """How often a task may be requeued; None: no limit."""
@@ -439,6 +441,7 @@ class RoundRules:
             max_requeues=launcher.max_requeues, min_efficiency=launcher.min_efficiency,
             ft=settings.ft, unit_nodes=nodes.unit, node_counts=tuple(settings.node_counts),
             in_sweep=in_sweep, fits_time_limits=fits_time_limits,
+            give_way=getattr(launcher, "give_way", "off"),
         )  # fmt: skip
 
     def usable_nodes(self, num_nodes: int) -> int:

@@ -159,6 +159,7 @@ _FACTS: dict[str, tuple[str, ...]] = {
     "nodes_requeued": ("nodes", "hosts", "all", "delay_s", "why"),
     "excluded": ("host", "hosts_left"),
     "node_drained": ("host", "state"),
+    "nodes_given_back": ("job", "user", "needs", "hosts"),
     "left_out": ("hosts", "cut", "pairs"),
     "host_failure": ("host", "strikes"),
     "crash_loop": ("attempts", "checkpoint"),

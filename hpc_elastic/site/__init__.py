@@ -5,6 +5,7 @@
 - `limits`    time limits of waiting tasks, fitted to the gaps
 - `siblings`  the order of a user's runs at the nodes
 - `value`     what a further node is worth to a run, and to the runs of a sweep
+- `neighbours`  which nodes a run gives back for jobs of others (``launcher.give_way``)
 - `harvest`   how a site lets tasks start in gaps (``launcher.harvest``)
 - `policy`    the port of a run's leader: what the queue lets the run do
 
@@ -29,6 +30,7 @@ from hpc_elastic.site.gaps import without_excluded as without_excluded
 from hpc_elastic.site.harvest import choose_terms as choose_terms
 from hpc_elastic.site.limits import TimeSlots as TimeSlots
 from hpc_elastic.site.limits import time_slots_of as time_slots_of
+from hpc_elastic.site.neighbours import NodeReturn as NodeReturn
 from hpc_elastic.site.nodes import NodeState as NodeState
 from hpc_elastic.site.policy import OptionalCalls as OptionalCalls
 from hpc_elastic.site.policy import QueueAdvice as QueueAdvice

@@ -1,4 +1,4 @@
-"""How a site lets tasks start in gaps between other jobs (``launcher.harvest``).
+"""What a site lets a run do beside other jobs (``launcher.harvest``, ``launcher.give_way``).
 
 The choice is made once, at the submission, and stands in the settings of the run.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from hpc_elastic._util import duration
 from hpc_elastic.config.parse import time_limit_s
 from hpc_elastic.config.schema import RunSettings, SlurmSettings
-from hpc_elastic.errors import SlurmCommandError
+from hpc_elastic.errors import ConfigError, SlurmCommandError
 from hpc_elastic.run.registry import user
 from hpc_elastic.slurm import parsing
 from hpc_elastic.slurm.client import SiteClient
@@ -82,10 +82,30 @@ def harvest_terms(launcher: SlurmSettings, site: HarvestSite) -> tuple[SlurmSett
     return replace(slots, harvest="off"), f"tasks start in gaps that are long enough for {shown}"
 
 
+def give_way_terms(launcher: SlurmSettings, config: Mapping[str, str]) -> tuple[str, str | None]:
+    """Return what ``launcher.give_way`` is at a site, and what there is to say about it (pure).
+
+    Raises ConfigError if the site does not show the jobs to which the run is to give way.
+    """
+    given, hides = launcher.give_way, parsing.hides_jobs(config)
+    why = "the site hides the jobs of other users (PrivateData)"
+    if hides and given in ("on", "all"):
+        raise ConfigError(
+            "launcher.give_way", given, f"{why}, so nobody can give way: leave it out"
+        )
+    if given != "auto":
+        return given, None
+    what = f"no effect, {why}" if hides else "nodes beyond the minimum go back for waiting jobs"
+    return "off" if hides else "on", f"launcher.give_way=auto: {what}"
+
+
 def choose_terms(
     runs: Sequence[RunSettings], client: SiteClient | None = None
 ) -> tuple[list[RunSettings], list[str]]:
-    """Return settings with what ``launcher.harvest=auto`` is on this cluster, and the reasons."""
+    """Return settings without ``auto``, by what this cluster offers, and the reasons.
+
+    Raises ConfigError for what it does not offer at all.
+    """
 
     @cache
     def site(account: str | None) -> HarvestSite:
@@ -112,5 +132,9 @@ def choose_terms(
                 for pool, terms in zip(launcher.pools, own, strict=True)
             ]
             own = [replace(launcher, pools=pools, time_min=None)]  # each pool has its own
+        if launcher.give_way != "off":
+            gives_way, note = give_way_terms(launcher, site(launcher.account).config)
+            notes |= {note: None} if note else {}
+            own[0] = replace(own[0], give_way=gives_way)
         found.append(replace(settings, launcher=own[0]))
     return found, [*notes]

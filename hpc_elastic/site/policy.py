@@ -1,21 +1,22 @@
 """What the queue lets a run do: the one port through which a leader sees the cluster.
 
-`QueuePolicy` puts together what `limits` and `siblings` do for a run. All of it is optional: a run
-trains without. So an unexpected answer of Slurm, or an unreadable file of a sibling, is no advice,
-whatever error it causes.
+`QueuePolicy` puts together what `limits`, `siblings` and `neighbours` do for a run. All of it is
+optional: a run trains without. So an unexpected answer of Slurm, or an unreadable file of a
+sibling, is no advice, whatever error it causes.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.site.limits import TimeSlots
+from hpc_elastic.site.neighbours import Neighbours, NodeReturn
 from hpc_elastic.site.nodes import list_drained
 from hpc_elastic.site.siblings import Note, SweepQueue
 from hpc_elastic.slurm.client import SlurmClient
@@ -53,12 +54,15 @@ class QueueQuestion:
         is_short: Whether it waits for nodes to its minimum, and is to know whether they may come.
         trains: Whether it trains, so that siblings may start.
         grows: Whether its other tasks may start too.
+        returnable: Tasks that may leave their nodes for a job of somebody else, each with its host,
+            in the order in which they are to.
     """
 
     lost: Mapping[str, int] = field(default_factory=dict)
     is_short: bool = False
     trains: bool = False
     grows: bool = True
+    returnable: Sequence[tuple[str, str]] = ()
 
 
 @dataclass(frozen=True)
@@ -71,11 +75,13 @@ class QueueAdvice:
         max_nodes: The size up to which it grows beside its siblings, infinite without a limit;
             None: that was not weighed now.
         drained: Those of its nodes that are drained, each with Slurm's state.
+        returns: What it gives back, each for one job.
     """
 
     blocked_why: str | None = None
     max_nodes: float | None = None
     drained: Mapping[str, str] = field(default_factory=dict)
+    returns: Sequence[NodeReturn] = ()
 
 
 class QueuePolicy:
@@ -101,6 +107,9 @@ class QueuePolicy:
             for pool in spec.pools
             if pool.restored_limit_s is not None
         ]
+        self._neighbours = None
+        if getattr(spec.settings.launcher, "give_way", "off") != "off":
+            self._neighbours = Neighbours(spec, client, self._siblings.job_ids)
         self._lock = threading.Lock()
         self._calls = OptionalCalls()
 
@@ -121,7 +130,14 @@ class QueuePolicy:
                 what = "whether nodes are drained is not known"
                 drained = self._calls.answer(what, lambda: list_drained(self._client, hosts))
             self._fit(lambda slots: slots.fit_if_due())
-        return QueueAdvice(why, largest, drained or {})
+            returns = self._returns(question)
+        return QueueAdvice(why, largest, drained or {}, returns or ())
+
+    def _returns(self, question: QueueQuestion) -> Sequence[NodeReturn] | None:
+        neighbours, what = self._neighbours, "jobs of others may wait for nodes of this run"
+        if neighbours is None:
+            return None
+        return self._calls.answer(what, lambda: neighbours.check(question.returnable))
 
     def leave_run(self) -> None:
         """Fit the time limits once more, if this process has: it leaves the run to another."""

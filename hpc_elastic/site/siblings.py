@@ -339,6 +339,10 @@ class SweepQueue:
         self._specs: dict[Path, RunSpec] = {}
         self._next_check = 0.0
 
+    def job_ids(self) -> list[str]:
+        """Return the job ids of the submissions that compete with this run, its own included."""
+        return [job for each in self._found for job in each.job_ids().values()]
+
     def why_blocked(self, lost: Mapping[str, int]) -> str | None:
         """Return why this run cannot get its minimum; None if it may yet get it."""
         found = self._runs()
@@ -427,8 +431,7 @@ class SweepQueue:
         members = self._members()
         if self._run.path not in members or len(members) < 2:
             return None
-        jobs = [job for s in self._found for job in s.job_ids().values()]
-        listed = list_followed(self._client, self._found, jobs)
+        listed = list_followed(self._client, self._found, self.job_ids())
         runs = [self._queued(RunDir(path), names, listed) for path, names in members.items()]
         return runs, list(members).index(self._run.path)
 
@@ -503,8 +506,7 @@ class SweepQueue:
             if other.path.name == SUBMISSION and _node_flags(script) in wanted:
                 found.setdefault(other.path, other)
         self._found = sorted(found.values(), key=_first_job)
-        jobs = [job for each in self._found for job in each.job_ids().values()]
-        self._partition = self._client.pending_partitions(jobs) or self._partition
+        self._partition = self._client.pending_partitions(self.job_ids()) or self._partition
         self._next_discovery = time.monotonic() + DISCOVERY_S
 
     def _nodes(self) -> NodeSupply:

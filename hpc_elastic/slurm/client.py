@@ -224,6 +224,19 @@ class SlurmClient:
         except ValueError as e:
             raise SlurmCommandError(argv, 0, str(e)) from e
 
+    def jobs_with_needs(self) -> list[parsing.QueuedJob]:
+        """Return the jobs that the user may see, of all partitions, and what they need."""
+        argv = ["squeue", "-h", "-a", "-o", parsing.NEEDS_FORMAT]
+        output = self._run(argv)
+        try:
+            return parsing.parse_needs(output)
+        except ValueError as e:
+            raise SlurmCommandError(argv, 0, str(e)) from e
+
+    def nodes(self) -> dict[str, parsing.NodeKind]:
+        """Return what each node of the cluster has."""
+        return parsing.parse_nodes(self._run(["sinfo", "-h", "-N", "-o", parsing.NODES_FORMAT]))
+
     def node_kinds(self, partition: str | None) -> list[parsing.NodeKind]:
         """Return the kinds of nodes of partitions (several with commas; None: all visible ones)."""
         where = [] if partition is None else ["-p", partition]
@@ -318,6 +331,11 @@ class SlurmClient:
         limit = [] if time_limit_s is None else [f"TimeLimit={math.ceil(time_limit_s / 60)}"]
         for task in _compact(tasks):
             self._update_waiting(task, start, *limit)
+
+    def set_nice(self, tasks: Sequence[str], nice: int) -> None:
+        """Let the scheduler try tasks after other jobs, those that run once they are requeued."""
+        for task in _compact(tasks):
+            self._update_waiting(task, f"nice={nice}")
 
     def exclude(
         self, tasks: Sequence[str], hosts: Iterable[str], *, but: Iterable[str] = ()

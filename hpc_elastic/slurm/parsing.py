@@ -15,10 +15,11 @@ words to our keys.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from hpc_elastic.errors import SlurmCommandError
@@ -49,6 +50,10 @@ RESERVED = "RESERVED"
 """The state of a reservation in the queue."""
 QUEUE_FORMAT = ",".join(f"{name}:0|" for name in QUEUE_FIELDS)
 """For squeue -O: the jobs of all users, as far as the user may see them."""
+NEEDS_FORMAT = "%i|%T|%N|%Y|%S|%e|%l|%D|%K|%F|%Q|%P|%u|%y|%C|%m|%b|%n|%x|%v|%h|%r|%f"
+"""For squeue -o: the same jobs, with what they need of a node; features may have a ``|``."""
+NODES_FORMAT = f"%N|%P|%f|%T|{NODE_KINDS_FORMAT}"
+"""For sinfo -N -o: what each node has, a line for each of its partitions."""
 QOS_FORMAT = "name,flags,preemptmode,gracetime,preempt,maxwall"
 """For sacctmgr -n -P show qos."""
 
@@ -174,6 +179,26 @@ class NodeKind:
     gpus: Mapping[str, int] = field(default_factory=dict)
     cpus: int = 0
     memory_mb: int = 0
+    features: frozenset[str] = frozenset()
+    partitions: frozenset[str] = frozenset()
+    state: str = ""
+
+
+@dataclass(frozen=True)
+class NodeNeeds:
+    """What a job needs of each of its nodes; ``features`` is sbatch's ``--constraint``."""
+
+    gpus: Mapping[str, int] = field(default_factory=dict)
+    cpus: int = 0
+    memory_mb: int = 0
+    features: str = ""
+    required: frozenset[str] = frozenset()
+    excluded: frozenset[str] = frozenset()
+    is_reserved: bool = False
+    """Whether it waits for nodes of a reservation."""
+    is_exclusive: bool = False
+    is_part: bool = False
+    """Whether it is a part of a heterogeneous job, which starts with all its parts."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +216,7 @@ class QueuedJob:
         partitions: Where it runs, or may run.
         job: The job id, of the array if it is one; empty for a reservation.
         priority: The scheduler tries jobs of a higher one first.
+        user: Whose it is; this, ``nice`` and ``needs`` are listed with `NEEDS_FORMAT` only.
     """
 
     state: str
@@ -204,6 +230,9 @@ class QueuedJob:
     reason: str = ""
     job: str = ""
     priority: int = 0
+    user: str = ""
+    nice: int = 0
+    needs: NodeNeeds = NodeNeeds()
 
     @property
     def waits(self) -> bool:
@@ -432,9 +461,25 @@ def parse_node_kinds(output: str) -> list[NodeKind]:
     """Return the kinds of nodes in what ``sinfo -h -o NODE_KINDS_FORMAT`` printed."""
     rows = [line.strip().split("|") for line in output.splitlines()]
     return [
-        NodeKind(_gpus(gres), parse_number(cpus) or 0, parse_number(memory) or 0)
+        NodeKind(gpus(gres), parse_number(cpus) or 0, parse_number(memory) or 0)
         for gres, cpus, memory in (row for row in rows if len(row) == 3)
     ]
+
+
+def parse_nodes(output: str) -> dict[str, NodeKind]:
+    """Return what each node has, by what ``sinfo -h -N -o NODES_FORMAT`` printed."""
+    found: dict[str, NodeKind] = {}
+    for line in output.splitlines():
+        row = line.strip().split("|")
+        if len(row) != 7:
+            continue
+        name, partition, features, state, gres, cpus, memory = row
+        before = found[name].partitions if name in found else frozenset()
+        found[name] = NodeKind(
+            gpus(gres), parse_number(cpus) or 0, parse_number(memory) or 0,
+            _names(features), before | {partition.rstrip("*")}, state,
+        )  # fmt: skip
+    return found
 
 
 def gpus_of_each(kinds: Iterable[NodeKind]) -> int:
@@ -442,7 +487,7 @@ def gpus_of_each(kinds: Iterable[NodeKind]) -> int:
     return min((sum(kind.gpus.values()) for kind in kinds), default=0)
 
 
-def _gpus(gres: str) -> dict[str, int]:
+def gpus(gres: str) -> dict[str, int]:
     """Return the GPUs in generic resources such as ``gpu:a100:4(S:0-1),lustre:1``, by type."""
     found: dict[str, int] = {}
     for resource in re.sub(r"\([^)]*\)", "", gres).split(","):
@@ -519,27 +564,61 @@ def parse_queue(output: str) -> list[QueuedJob]:
         fields = [part.strip() for part in line.split("|", len(QUEUE_FIELDS) - 1)]
         if len(fields) != len(QUEUE_FIELDS):
             raise ValueError(f"not a line of squeue in the format {QUEUE_FORMAT}: {line!r}")
-        state, has, planned, start, end, limit, num_nodes, indices, *rest = fields
-        job, priority, partitions, reason = rest
-        reason = reason.removesuffix("|")
-        waits = state == "PENDING"
-        is_set = waits and not is_nothing(indices)
-        jobs.append(
-            QueuedJob(
-                state,
-                _hosts(planned if waits else has),
-                _date(start) if waits else None,
-                None if waits else _date(end),
-                parse_time_left(limit),
-                parse_number(num_nodes) or 1,
-                len(nodelist.expand_indices(indices)[0]) if is_set else 1,
-                tuple(partitions.split(",")),
-                "" if is_nothing(reason) else reason,
-                job,
-                parse_number(priority) or 0,
-            )
-        )
+        *rest, reason = fields
+        jobs.append(_queued(*rest, reason=reason.removesuffix("|")))
     return jobs
+
+
+def parse_needs(output: str) -> list[QueuedJob]:
+    """Return the jobs in ``squeue -h -o NEEDS_FORMAT``'s output; ValueError for another format."""
+    jobs: list[QueuedJob] = []
+    for line in filter(str.strip, output.splitlines()):
+        fields = [part.strip() for part in line.split("|", NEEDS_FORMAT.count("|"))]
+        if len(fields) != NEEDS_FORMAT.count("|") + 1:
+            raise ValueError(f"not a line of squeue in the format {NEEDS_FORMAT}: {line!r}")
+        name, *usual, user, nice, cpus, memory, gres = fields[:17]
+        required, excluded, reservation, shares, reason, features = fields[17:]
+        job = _queued(*usual, reason=reason)
+        needs = NodeNeeds(
+            {} if is_nothing(gres) else gpus(re.sub(r"gres[:/]", "", gres)),
+            -(-(parse_number(cpus) or 0) // job.num_nodes),
+            megabytes(memory),
+            "" if is_nothing(features) else features,
+            frozenset(_hosts(required)),
+            frozenset(_hosts(excluded)),
+            is_reserved=not is_nothing(reservation),
+            is_exclusive=shares == "NO",
+            is_part="+" in name,
+        )
+        jobs.append(replace(job, user=user, nice=int(nice), needs=needs))
+    return jobs
+
+
+def _queued(
+    state: str, has: str, planned: str, start: str, end: str, limit: str, num_nodes: str,
+    indices: str, job: str, priority: str, partitions: str, *, reason: str,
+) -> QueuedJob:  # fmt: skip
+    waits = state == "PENDING"
+    is_set = waits and not is_nothing(indices)
+    return QueuedJob(
+        state,
+        _hosts(planned if waits else has),
+        _date(start) if waits else None,
+        None if waits else _date(end),
+        parse_time_left(limit),
+        parse_number(num_nodes) or 1,
+        len(nodelist.expand_indices(indices)[0]) if is_set else 1,
+        tuple(partitions.split(",")),
+        "" if is_nothing(reason) else reason,
+        job,
+        parse_number(priority) or 0,
+    )
+
+
+def megabytes(text: str) -> int:
+    """Return the megabytes in what squeue prints of a job's memory, such as ``4G`` or ``100M``."""
+    m = re.match(r"([\d.]+)([KMGT]?)", text)
+    return math.ceil(float(m[1]) * 1024.0 ** ("KMGT".index(m[2] or "M") - 1)) if m else 0
 
 
 def parse_job_id(output: str) -> str | None:

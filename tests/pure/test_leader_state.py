@@ -19,7 +19,7 @@ from hpc_elastic.rendezvous.effects import (
     StepDown,
     places,
 )
-from hpc_elastic.rendezvous.leader_state import DRAIN_LEFT_S, LeaderState
+from hpc_elastic.rendezvous.leader_state import NO_DEADLINE_S, LeaderState
 from hpc_elastic.rendezvous.log_entry import (
     Agent,
     Failure,
@@ -385,7 +385,7 @@ def test_a_drained_node_is_left_without_a_deadline():
     effects = leader.drained({B.host: "draining", "elsewhere": "drained"})
     assert told(effects, NoticeRequest) == [B]
     (send,) = [e for e in of(effects, Send) if isinstance(e.message, NoticeRequest)]
-    assert send.message.left_s == DRAIN_LEFT_S
+    assert send.message.left_s == NO_DEADLINE_S
     (note,) = of(effects, Note)
     assert (note.kind, note.fields["host"], note.fields["state"]) == (
         "node_drained", B.host, "draining",

@@ -1,0 +1,263 @@
+"""Nodes that a run gives back for the jobs of others (``launcher.give_way``).
+
+A run holds its nodes until their time limits, and jobs of others wait for them, though the run
+could leave a node within a second. Two rules make it a good neighbour:
+
+- It gives nodes back as soon as a job of somebody else that waits for nodes can start with them,
+  alone or together with idle nodes (`GiveWay`). It gives back all that the job lacks, or none.
+- Slurm tries its tasks after the jobs of others, by `NICE`. So the node that it leaves goes to the
+  job that waits, an idle node too, and the task comes back behind it. The tasks of the minimum, of
+  the first slots, wait as every job does and stay, unless ``give_way=all``.
+
+What can start is judged by what squeue and sinfo print: partition, features, CPUs, memory, GPUs,
+required and excluded nodes, and what backfill has planned for jobs of a higher priority. Other
+rules of the cluster are unknown. A job that does not start with what it was given within two
+passes of the scheduler was misjudged, and is not given nodes again.
+
+A run never gives way to tasks with `NICE`: runs that give way do not take each other's nodes in
+turn. Jobs that are held, that depend on others, that wait for a limit, a licence or a reservation
+could not start with a node. Parts of a heterogeneous job are not judged.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hpc_elastic.config.schema import SlurmSettings
+from hpc_elastic.run.directory import RunSpec
+from hpc_elastic.site.nodes import NodeState
+from hpc_elastic.slurm import parsing
+from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.parsing import NodeKind, NodeNeeds, QueuedJob
+from hpc_elastic.slurm.run_tasks import jobs_of, slots_of
+
+NICE = 100_000_000
+"""What is taken from the priority of the run's tasks: more than what sites add up to one."""
+CHECK_S = 20.0
+"""Seconds between two queries of the queue."""
+NODES_S = 60.0
+"""Seconds between two queries of the nodes, while jobs of others wait."""
+_WAITS_FOR_NODES = ("Priority", "Resources")
+_NEVER_LEFT_S = 900.0
+"""A node that is not left after this time, since its workers make no checkpoint, counts as one that
+was given for nothing."""
+
+
+@dataclass(frozen=True)
+class NodeReturn:
+    """Tasks that leave their nodes for a job: its id, its user, and how many nodes it has then."""
+
+    job: str
+    user: str
+    num_nodes: int
+    tasks: tuple[str, ...]
+
+
+@dataclass
+class _Given:
+    """What a job was given: the hosts, and how many elements of its array waited then."""
+
+    hosts: tuple[str, ...]
+    num_tasks: int
+    since: float
+    free_since: float | None = None
+
+
+@dataclass
+class GiveWay:
+    """Which nodes a run gives back, and for whom (pure); seconds of one clock.
+
+    ``patience_s`` is how long a job may take to start on free nodes. ``share`` is what a task has
+    of its node; None: all of it.
+    """
+
+    patience_s: float
+    share: NodeKind | None = None
+    _given: dict[str, _Given] = field(default_factory=dict)
+    _misjudged: dict[str, int] = field(default_factory=dict)
+    """Job -> number of its waiting elements, as it did not start with the nodes it was given."""
+
+    def choose(
+        self,
+        jobs: Sequence[QueuedJob],
+        own: Collection[str],
+        nodes: Mapping[str, NodeKind],
+        returnable: Sequence[tuple[str, str]],
+        now: float,
+    ) -> list[NodeReturn]:
+        """Return what is to be given back now.
+
+        ``jobs`` are those of the cluster, ``own`` the ids of the user's runs, ``nodes`` those that
+        are in service. ``returnable`` are tasks that may leave, each with its host, in the order in
+        which they are to.
+        """
+        waiting = self.waiting(jobs, own)
+        held = {
+            node: job.job in own
+            for job in jobs
+            if not job.waits and (job.job in own or job.state != "COMPLETING")
+            for node in job.nodes
+        }
+        self._judge({job.job: job.num_tasks for job in waiting}, held, now)
+        free = [name for name in nodes if name not in held]
+        left = {host: task for task, host in reversed(returnable) if host in nodes}
+        needed_at: dict[str, float] = {}
+        found: list[NodeReturn] = []
+        for job in waiting:
+            hosts: list[str] = []
+            may_give = job.job not in self._given and self._may_start(job)
+            for _ in range(job.num_tasks):
+                idle = self._usable(job, nodes, free, needed_at, now)[: job.num_nodes]
+                more = self._usable(job, nodes, reversed(left), needed_at, now, self.share)
+                more = more[: job.num_nodes - len(idle)]
+                if len(idle) + len(more) < job.num_nodes or (more and not may_give):
+                    if job.starts_at is not None:  # jobs behind it may not delay it
+                        for node in job.nodes:
+                            needed_at[node] = min(needed_at.get(node, math.inf), job.starts_at)
+                    break
+                free = [name for name in free if name not in idle]
+                if more:
+                    hosts += more
+                    tasks = tuple(left.pop(host) for host in more)
+                    found.append(NodeReturn(job.job, job.user, job.num_nodes, tasks))
+            if hosts:
+                self._given[job.job] = _Given(tuple(hosts), job.num_tasks, now)
+        return found
+
+    @staticmethod
+    def waiting(jobs: Iterable[QueuedJob], own: Collection[str]) -> list[QueuedJob]:
+        """Return the jobs of others that wait for nodes, as the scheduler tries them."""
+        found = (
+            job
+            for job in jobs
+            if job.state == "PENDING"
+            and job.job not in own
+            and job.nice < NICE
+            and job.priority > 0
+            and job.reason in _WAITS_FOR_NODES
+            and not (job.needs.is_reserved or job.needs.is_part)
+        )
+        return sorted(found, key=lambda job: -job.priority)
+
+    def _may_start(self, job: QueuedJob) -> bool:
+        """Whether it was not misjudged; of an array, whether elements have started since then."""
+        return job.num_tasks < self._misjudged.get(job.job, math.inf)
+
+    def _judge(self, waiting: Mapping[str, int], held: Mapping[str, bool], now: float) -> None:
+        """Forget the jobs that have started, and note those that did not although they could."""
+        for job, given in [*self._given.items()]:
+            if waiting.get(job, 0) < given.num_tasks:
+                del self._given[job]
+            elif any(held.get(host) for host in given.hosts):
+                given.free_since = None
+            elif given.free_since is None:
+                given.free_since = now
+            waited_s = 0.0 if given.free_since is None else now - given.free_since
+            if waited_s >= self.patience_s or now - given.since >= _NEVER_LEFT_S:
+                self._given.pop(job, None)
+                self._misjudged[job] = given.num_tasks
+
+    def _usable(
+        self,
+        job: QueuedJob,
+        nodes: Mapping[str, NodeKind],
+        names: Iterable[str],
+        needed_at: Mapping[str, float],
+        now: float,
+        share: NodeKind | None = None,
+    ) -> list[str]:
+        """Return those of some nodes that a job may have now, for as long as its time limit."""
+        ends = now + (math.inf if job.limit_s is None else job.limit_s)
+        needs, partitions = job.needs, set(job.partitions)
+        if needs.is_exclusive and share is not None:
+            return []
+        return [
+            name
+            for name in names
+            if name not in needs.excluded
+            and (not needs.required or name in needs.required)
+            and not partitions.isdisjoint(nodes[name].partitions)
+            and has_features(needs.features, nodes[name].features)
+            and suffices(nodes[name] if share is None else share, needs)
+            and needed_at.get(name, math.inf) >= ends
+        ]
+
+
+def suffices(kind: NodeKind, needs: NodeNeeds) -> bool:
+    """Return whether a node has what a job needs of it."""
+    total = sum(kind.gpus.values())
+    return (
+        needs.cpus <= kind.cpus
+        and needs.memory_mb <= kind.memory_mb
+        and all(n <= (kind.gpus.get(name, 0) if name else total) for name, n in needs.gpus.items())
+    )
+
+
+def has_features(wanted: str, features: Collection[str]) -> bool:
+    """Return whether a node has the features that ``--constraint`` asks for.
+
+    Alternatives and conjunctions of names are understood; numbers and brackets are not, so that no
+    node has them.
+    """
+    return not wanted or any(
+        all(name.strip() in features for name in part.split("&")) for part in wanted.split("|")
+    )
+
+
+class Neighbours:
+    """Queries the queue for a run that gives way, and sets the nice value of its tasks.
+
+    For one thread at a time; see `policy.QueuePolicy`. Calls raise `SlurmError` where Slurm does
+    not answer. ``own`` returns the job ids of the user's runs that request the same nodes, which
+    have rules of their own (`site.siblings`).
+    """
+
+    def __init__(
+        self, spec: RunSpec, client: SlurmClient, own: Callable[[], Iterable[str]]
+    ) -> None:
+        launcher = spec.settings.launcher
+        assert isinstance(launcher, SlurmSettings)
+        self._spec = spec
+        self._client = client
+        self._own = own
+        self._rule = GiveWay(0.0, None if spec.has_whole_nodes else _share(launcher))
+        self._first_slot = 0 if launcher.give_way == "all" else spec.settings.nodes.min
+        self._nice = NICE + int(launcher.sbatch.get("nice") or 0)
+        self._done: set[str] = set()
+        """Tasks that Slurm tries after the jobs of others."""
+        self._nodes: Mapping[str, NodeKind] = {}
+        self._next_check = self._next_nodes = 0.0
+
+    def check(self, returnable: Sequence[tuple[str, str]]) -> list[NodeReturn]:
+        """Return what is to be given back; nothing if the last check was too recent."""
+        now = time.time()
+        if now < self._next_check:
+            return []
+        self._next_check = now + CHECK_S
+        slots = slots_of(self._spec).items()
+        if new := [t for t, slot in slots if slot >= self._first_slot and t not in self._done]:
+            self._client.set_nice(new, self._nice)
+            self._done.update(new)
+        if not returnable:
+            return []
+        jobs, own = self._client.jobs_with_needs(), {*self._own(), *jobs_of(self._spec)}
+        if not self._rule.waiting(jobs, own):
+            return []
+        if now >= self._next_nodes:
+            if not self._nodes:
+                interval_s = parsing.backfill_interval_s(self._client.config())
+                self._rule.patience_s = 2 * interval_s + CHECK_S
+            found = self._client.nodes().items()
+            self._nodes = {n: kind for n, kind in found if not NodeState.parse(kind.state).is_lost}
+            self._next_nodes = now + NODES_S
+        return self._rule.choose(jobs, own, self._nodes, returnable, now)
+
+
+def _share(launcher: SlurmSettings) -> NodeKind:
+    """Return what a task has of its node; without memory in the settings none is known."""
+    gpus = launcher.gpus_per_node
+    kinds = {} if gpus is None else parsing.gpus(f"gpu:{gpus}")
+    return NodeKind(kinds, launcher.cpus_per_node or 1, parsing.megabytes(launcher.mem or "0"))

@@ -60,6 +60,10 @@ CONTESTANTS = {
     "ours": Contestant(
         OURS, ours({"nodes": "1:16", "time": "60", "harvest": "auto", "time_min": "1"})
     ),
+    "gives-way": Contestant(
+        f"{OURS}, gives way",
+        ours({"nodes": "1:16", "time": "60", "harvest": "auto", "time_min": "1", "give_way": "on"}),
+    ),
     "rigid-4": Contestant("one job of 4 nodes", rigid(4, 9)),
     "rigid-8": Contestant("one job of 8 nodes", rigid(8, 5)),
     "submitit": Contestant("hydra-submitit-launcher, 4 nodes", hydra_submitit(4, 4)),

@@ -26,7 +26,7 @@ from evidence.page import Section
 from evidence.result import Cell, Figure
 
 from hpc_elastic.agent import metrics, task_main
-from hpc_elastic.site import limits
+from hpc_elastic.site import limits, neighbours
 from hpc_elastic.transport import auth, connection
 from hpc_elastic_watch import live_server
 
@@ -345,6 +345,15 @@ def ladder(page: str) -> str:
     return f"The *ladder* of time limits is {', '.join(minutes[:-1])} and {minutes[-1]} minutes."
 
 
+def neighbour_queries(page: str) -> str:
+    """Return the sentences about what a run that gives way asks of Slurm."""
+    return (
+        f"The leader lists the jobs of the cluster every {neighbours.CHECK_S:g} seconds "
+        f"(`squeue`). While others wait, it lists the nodes every {neighbours.NODES_S:g} seconds "
+        "(`sinfo`)."
+    )
+
+
 def queries(page: str) -> str:
     """Return the sentence about what the run asks of Slurm."""
     cells = [
@@ -413,6 +422,7 @@ BLOCKS: dict[str, Callable[[str], str]] = {
     "ladder": ladder,
     "others": others_wait,
     "ports": ports,
+    "neighbours": neighbour_queries,
     "queries": queries,
     "strangers": strangers,
 }

@@ -42,7 +42,7 @@ _TOP = {
 SECTIONS = {
     "Nodes": "launcher nodes nproc_per_node world_sizes scale_up scale_up_timeout_s min_efficiency "
     "below_min_timeout_s coallocate_min pools max_agents",
-    "Time": "time time_min harvest signal_delay_s preempt_grace_s preempt_signal",
+    "Time": "time time_min harvest give_way signal_delay_s preempt_grace_s preempt_signal",
     "Slurm": "partition account qos gpus_per_node cpus_per_node mem constraint exclude exclusive "
     "array_parallelism job_name result_job setup sbatch srun_args python template",
     "Faults": "ft max_restarts max_failed_rounds max_requeues require_group on_bad_loss",

@@ -99,7 +99,7 @@ def _size(entry: TimelineEntry) -> str:
 
 _TEMPLATES = {
     "parked": "{hosts} waits, and does not join now: {text}",
-    "nodes_given_back": "{hosts} go back for job {job} of {user}, which needs {needs} nodes",
+    "nodes_given_back": "{hosts}: given back for job {job} of {user} (nodes: {needs})",
     "node_drained": "{host} is {state}: it is left at the next checkpoint",
     "host_failure": "a failure was counted against {host} ({strikes} of 2): {text}",
     "gpus_not_measured": "the GPUs of {host} cannot be measured: {why}",

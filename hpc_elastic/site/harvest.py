@@ -85,14 +85,12 @@ def harvest_terms(launcher: SlurmSettings, site: HarvestSite) -> tuple[SlurmSett
 def give_way_terms(launcher: SlurmSettings, config: Mapping[str, str]) -> tuple[str, str | None]:
     """Return what ``launcher.give_way`` is at a site, and what there is to say about it (pure).
 
-    Raises ConfigError if the site does not show the jobs to which the run is to give way.
+    Raises ConfigError if the site does not show the jobs of others.
     """
     given, hides = launcher.give_way, parsing.hides_jobs(config)
     why = "the site hides the jobs of other users (PrivateData)"
     if hides and given in ("on", "all"):
-        raise ConfigError(
-            "launcher.give_way", given, f"{why}, so nobody can give way: leave it out"
-        )
+        raise ConfigError("launcher.give_way", given, f"{why}: leave this key out")
     if given != "auto":
         return given, None
     what = f"no effect, {why}" if hides else "nodes beyond the minimum go back for waiting jobs"

@@ -68,7 +68,7 @@ class _Given:
 
 @dataclass
 class GiveWay:
-    """Which nodes a run gives back, and for whom (pure); seconds of one clock.
+    """Which nodes a run gives back, and for which jobs (pure); seconds of one clock.
 
     ``patience_s`` is how long a job may take to start on free nodes. ``share`` is what a task has
     of its node; None: all of it.

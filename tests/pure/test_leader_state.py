@@ -42,7 +42,7 @@ from hpc_elastic.rendezvous.messages import (
 )
 from hpc_elastic.rendezvous.round_state import RoundPhase
 from hpc_elastic.run.event_schema import LossReason
-from hpc_elastic.site import QueueAdvice, QueueQuestion
+from hpc_elastic.site import NodeReturn, QueueAdvice, QueueQuestion
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.transport.messages import pack
 from simulation.month import count_items
@@ -400,7 +400,33 @@ def test_the_record_of_drained_nodes_does_not_grow():
         agent = replace(B, attempt=attempt)
         leader.connected(agent, float(attempt))
         assert told(leader.drained({B.host: "draining"}), NoticeRequest)[-1] == agent
-    assert count_items(leader._drained) < 5
+    assert count_items(leader._left_soon) < 5
+
+
+def test_tasks_beyond_the_minimum_may_leave_for_others_the_last_ranks_first():
+    """The minimum and the tasks of its slots stay, unless the run gives way with all."""
+
+    def offered(**rules):
+        leader = training(A, B, C, in_sweep=True, **rules)
+        (query,) = of(leader.tick(20.0), QueryQueue)
+        return leader, [host for _, host in query.question.returnable]
+
+    assert offered()[1] == []
+    assert offered(give_way="on")[1] == [C.host, B.host]
+    assert offered(give_way="on", min_nodes=2)[1] == [C.host]
+    leader, hosts = offered(give_way="all")
+    assert hosts == [C.host, B.host, A.host]
+
+    effects = leader.advised(
+        QueueAdvice(returns=[NodeReturn("8", "ada", 2, (C.task, B.task))]), 21.0
+    )
+    assert told(effects, NoticeRequest) == [C, B]
+    (note,) = of(effects, Note)
+    assert (note.kind, note.fields["job"], note.fields["hosts"]) == (
+        "nodes_given_back", "8", [C.host, B.host],
+    )  # fmt: skip
+    (query,) = of(leader.tick(40.0), QueryQueue)
+    assert [host for _, host in query.question.returnable] == [A.host], "they leave already"
 
 
 def test_min_nodes_stay_on_drained_nodes():

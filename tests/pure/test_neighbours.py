@@ -1,0 +1,244 @@
+"""Which nodes a run gives back, and for which jobs of others."""
+
+from dataclasses import replace
+
+import pytest
+
+from hpc_elastic.config.schema import SlurmSettings
+from hpc_elastic.errors import ConfigError
+from hpc_elastic.site.harvest import give_way_terms
+from hpc_elastic.site.neighbours import NICE, GiveWay, has_features
+from hpc_elastic.slurm import parsing
+from hpc_elastic.slurm.parsing import NodeKind, NodeNeeds, QueuedJob
+
+OWN = "7"
+PATIENCE_S = 80.0
+NAMES = [f"n{number}" for number in range(1, 7)]
+KIND = NodeKind({"a100": 4}, 16, 64_000, frozenset({"ib", "big"}), frozenset({"gpu", "all"}))
+NODES = dict.fromkeys(NAMES, KIND)
+
+
+def running(job: str, *nodes: str, state: str = "RUNNING") -> QueuedJob:
+    return QueuedJob(state, nodes, job=job)
+
+
+def waiting(job: str, num_nodes: int = 1, **fields) -> QueuedJob:
+    usual = {
+        "reason": "Resources", "priority": 100, "partitions": ("gpu",), "limit_s": 600.0,
+        "user": "ada", **fields,
+    }  # fmt: skip
+    needs = {name: usual.pop(name) for name in list(usual) if hasattr(NodeNeeds(), name)}
+    return QueuedJob("PENDING", num_nodes=num_nodes, job=job, needs=NodeNeeds(**needs), **usual)
+
+
+def given(*jobs: QueuedJob, own=NAMES, leave=NAMES[2:], rule=None, now=0.0, nodes=NODES):
+    """Return what is given back, job -> nodes; the run has all six nodes, and two stay."""
+    rule = rule or GiveWay(PATIENCE_S)
+    mine = [running(OWN, node) for node in own]
+    found = rule.choose([*mine, *jobs], {OWN}, nodes, [(f"t-{n}", n) for n in leave], now)
+    return {each.job: [task.removeprefix("t-") for task in each.tasks] for each in found}
+
+
+def test_a_job_gets_what_it_lacks_or_nothing():
+    """In the order in which the tasks are to leave; the minimum is not among them."""
+    assert given(waiting("8", 3)) == {"8": ["n3", "n4", "n5"]}
+    assert given(waiting("8", 4)) == {"8": ["n3", "n4", "n5", "n6"]}
+    assert given(waiting("8", 5)) == {}
+    assert given(waiting("8", 5), own=NAMES[:5], leave=NAMES[1:5]) == {"8": NAMES[1:5]}
+
+
+def test_a_job_that_idle_nodes_suffice_for_gets_none():
+    """Nor one for which a node of another job is about to be free."""
+    assert given(waiting("8"), own=NAMES[:5], leave=["n4"]) == {}
+    coming = running("9", "n6", state="COMPLETING")
+    assert given(coming, waiting("8"), own=NAMES[:5], leave=["n4"]) == {}
+    busy = running("9", "n6")
+    assert given(busy, waiting("8"), own=NAMES[:5], leave=["n4"]) == {"8": ["n4"]}
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        waiting("8", reason="JobHeldUser"),
+        waiting("8", reason="Dependency"),
+        waiting("8", reason="BeginTime"),
+        waiting("8", reason="QOSMaxJobsPerUserLimit"),
+        waiting("8", reason="AssocGrpCpuLimit"),
+        waiting("8", reason="Licenses"),
+        waiting("8", reason=""),
+        waiting("8", priority=0),
+        waiting("8", nice=NICE),
+        waiting("8", partitions=("cpu",)),
+        waiting("8", features="a&ib"),
+        waiting("8", features="[ib*2&big*1]"),
+        waiting("8", gpus={"a100": 5}),
+        waiting("8", gpus={"h100": 1}),
+        waiting("8", cpus=17),
+        waiting("8", memory_mb=64_001),
+        waiting("8", required=frozenset({"n1"})),
+        waiting("8", excluded=frozenset(NAMES)),
+        waiting("8", is_reserved=True),
+        waiting("8", is_part=True),
+    ],
+    ids=lambda job: job.reason + str(job.needs)[:60],
+)
+def test_a_job_that_could_not_start_gets_nothing(job):
+    """It waits for something else, may not use these nodes, or gives way itself."""
+    assert given(job) == {}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reason": "Priority"},
+        {"partitions": ("cpu", "all")},
+        {"features": "ib&big"},
+        {"features": "h100|ib"},
+        {"gpus": {"": 4}, "cpus": 16, "memory_mb": 64_000},
+        {"is_exclusive": True},
+        {"limit_s": None},
+    ],
+)
+def test_a_job_that_could_start_gets_a_node(fields):
+    """By what is known of the nodes."""
+    assert given(waiting("8", **fields)) == {"8": ["n3"]}
+
+
+def test_required_and_excluded_nodes():
+    """A node that the job may not have is not given for it."""
+    assert given(waiting("8", required=frozenset({"n5"}))) == {"8": ["n5"]}
+    assert given(waiting("8", excluded=frozenset({"n3", "n4"}))) == {"8": ["n5"]}
+
+
+def test_jobs_get_nodes_in_the_order_of_the_scheduler():
+    """A node counts for one of them."""
+    jobs = waiting("8", 3, priority=5), waiting("9", 2, priority=9)
+    assert given(*jobs) == {"9": ["n3", "n4"]}
+    jobs = waiting("8", 2, priority=5), waiting("9", 2, priority=9)
+    assert given(*jobs) == {"9": ["n3", "n4"], "8": ["n5", "n6"]}
+
+
+def test_a_job_may_not_delay_one_of_a_higher_priority():
+    """That has a plan for some of the nodes; a job that is over before may have them."""
+    big = waiting("8", 6, priority=900, starts_at=1000.0, nodes=tuple(NAMES))
+    assert given(big, waiting("9", limit_s=900.0)) == {"9": ["n3"]}
+    assert given(big, waiting("9", limit_s=1200.0)) == {}
+    assert given(replace(big, priority=1), waiting("9", limit_s=1200.0)) == {"9": ["n3"]}
+
+
+def test_elements_of_an_array_get_a_node_each_as_far_as_there_are_some():
+    """Each starts alone."""
+    rule = GiveWay(PATIENCE_S)
+    found = rule.choose(
+        [running(OWN, *NAMES), waiting("8", num_tasks=9)], {OWN}, NODES, [("a", "n3"), ("b", "n4")],
+        0.0,
+    )  # fmt: skip
+    assert [each.tasks for each in found] == [("a",), ("b",)]
+
+
+def test_nodes_are_given_once():
+    """While they are left, and until the job has started with them."""
+    rule, job = GiveWay(PATIENCE_S), waiting("8", 2)
+    assert given(job, rule=rule) == {"8": ["n3", "n4"]}
+    assert given(job, rule=rule, now=20.0, leave=NAMES[4:]) == {}
+    rest = [n for n in NAMES if n not in ("n3", "n4")]
+    assert given(job, rule=rule, own=rest, now=40.0, leave=NAMES[4:]) == {}
+    started = running("8", "n3", "n4")
+    assert given(started, rule=rule, own=rest, now=60.0, leave=NAMES[4:]) == {}
+    again = running("8", "n3", "n4"), waiting("9", 2)
+    assert given(*again, rule=rule, own=rest, now=80.0, leave=NAMES[4:]) == {"9": ["n5", "n6"]}
+
+
+def test_a_job_that_does_not_start_with_free_nodes_was_misjudged():
+    """It gets nothing again; one whose nodes are still being left is waited for."""
+    rule, job = GiveWay(PATIENCE_S), waiting("8", 2)
+    rest = [n for n in NAMES if n not in ("n3", "n4")]
+    assert given(job, rule=rule)
+    for now in (20.0, 200.0, 400.0):
+        assert given(job, rule=rule, now=now, leave=NAMES[4:]) == {}
+    for now in (420.0, 420.0 + PATIENCE_S - 1):  # they are free
+        assert given(job, rule=rule, own=rest, now=now, leave=NAMES[4:]) == {}
+    assert given(job, rule=rule, own=rest, now=420.0 + PATIENCE_S, leave=NAMES[4:]) == {}
+    assert given(job, rule=rule, now=900.0) == {}, "the tasks are back, and it still waits"
+    assert given(job, waiting("9", 2), rule=rule, now=920.0) == {"9": ["n3", "n4"]}
+
+
+def test_of_an_array_some_of_which_have_started_the_rest_gets_nodes_too():
+    """It was judged rightly."""
+    rule = GiveWay(PATIENCE_S)
+    assert given(waiting("8", num_tasks=9), rule=rule) == {"8": ["n6"]}  # the last of four
+    rest = [n for n in NAMES if n not in NAMES[2:]]
+    started = [running("8", node) for node in NAMES[2:]]
+    left = waiting("8", num_tasks=5)
+    assert given(*started, left, rule=rule, own=rest, leave=[], now=60.0) == {}
+    assert given(*started[:3], left, rule=rule, own=[*rest, "n6"], leave=["n6"], now=90.0)
+
+
+def test_a_share_of_a_node_is_given_for_what_fits_in_it():
+    """And for no job that wants a whole node."""
+    rule = GiveWay(PATIENCE_S, NodeKind({"": 1}, 4, 8000))
+    assert given(waiting("8", gpus={"": 1}, cpus=4), rule=rule) == {"8": ["n3"]}
+    assert given(waiting("9", gpus={"": 2}), rule=rule) == {}
+    assert given(waiting("9", is_exclusive=True), rule=rule) == {}
+
+
+def test_nodes_out_of_service_are_not_counted():
+    """Neither as idle nor as given."""
+    some = {name: kind for name, kind in NODES.items() if name != "n6"}
+    assert given(waiting("8"), own=NAMES[:5], leave=["n4"], nodes=some) == {"8": ["n4"]}
+
+
+def test_features_are_understood_as_far_as_they_are_names():
+    """What is not understood is on no node."""
+    assert has_features("", ())
+    assert has_features("a|b&c", ("a",))
+    assert has_features("a|b&c", ("b", "c"))
+    assert not has_features("a|b&c", ("b",))
+    assert not has_features("(a|b)&c", ("a", "c"))
+
+
+@pytest.mark.parametrize("given_way", ["on", "all"])
+def test_a_site_that_hides_jobs_refuses(given_way):
+    """``auto`` says that it has no effect."""
+    hidden = {"PrivateData": "jobs,usage"}
+    with pytest.raises(ConfigError, match="hides the jobs of other users"):
+        give_way_terms(SlurmSettings(give_way=given_way), hidden)
+    assert give_way_terms(SlurmSettings(give_way=given_way), {}) == (given_way, None)
+
+
+def test_auto_is_what_the_site_allows():
+    """It says so."""
+    chosen, said = give_way_terms(SlurmSettings(give_way="auto"), {"PrivateData": "jobs"})
+    assert chosen == "off" and "no effect" in said
+    chosen, said = give_way_terms(SlurmSettings(give_way="auto"), {})
+    assert chosen == "on" and "beyond the minimum" in said
+
+
+def test_what_squeue_prints_of_the_jobs_and_their_needs():
+    """An exclusive job of two nodes, an array, a part of a heterogeneous job, features with a |."""
+    rows = [
+        "3|PENDING||n[1-2]|1700000000|1700000600|10:00|2|N/A|3|77|gpu,all|ada|0|9|4G|gres:gpu:a100:2"
+        "|n[1-2]|n9|(null)|NO|Resources|(null)",
+        "5_[0-7%2]|PENDING||(null)|N/A|N/A|UNLIMITED|1|0-7%2|5|70|gpu|bob|300|1|100M|N/A||"
+        "|night|OK|Priority|ib|big",
+        "6+1|PENDING||(null)|N/A|N/A|1:00|1|N/A|7|70|gpu|bob|0|1|0|N/A|||(null)|OK|Resources|(null)",
+        "1|RUNNING|n[3-4]|(null)|1700000000|1700000600|1:00|2|N/A|1|80|gpu|eve|0|8|0|N/A|"
+        "||(null)|NO|None|(null)",
+    ]
+    one, array, part, runs = parsing.parse_needs("\n".join(rows) + "\n")
+    assert (one.nodes, one.user, one.num_nodes, one.limit_s) == (("n1", "n2"), "ada", 2, 600.0)
+    assert one.needs == NodeNeeds(
+        {"a100": 2}, 5, 4096, "", frozenset({"n1", "n2"}), frozenset({"n9"}), is_exclusive=True
+    )
+    assert (array.num_tasks, array.nice, array.needs.features) == (8, 300, "ib|big")
+    assert array.needs.is_reserved and array.needs.memory_mb == 100
+    assert part.needs.is_part and runs.nodes == ("n3", "n4") and not runs.waits
+    with pytest.raises(ValueError, match="not a line of squeue"):
+        parsing.parse_needs("1|RUNNING|n[3-4]\n")
+
+
+def test_what_sinfo_prints_of_the_nodes():
+    """A node has a line for each of its partitions."""
+    has = "ib,big|mixed|gpu:a100:4(S:0-1)|16|64000"
+    printed = f"n1|gpu*|{has}\nn1|all|{has}\n"
+    assert parsing.parse_nodes(printed) == {"n1": replace(KIND, state="mixed")}

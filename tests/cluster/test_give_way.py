@@ -27,8 +27,7 @@ def other(slurm):
 def nodes_of(slurm, job):
     """Return the nodes of a job that runs."""
     argv = ["squeue", "-h", "-t", "RUNNING", "-j", job, "-O", "NodeList:0"]
-    listed = slurm.run(argv).stdout.strip()
-    return set(expand(listed))
+    return {node for line in slurm.run(argv).stdout.split() for node in expand(line)}
 
 
 def test_a_run_gives_two_nodes_back_for_a_job_that_waits_and_takes_them_again(

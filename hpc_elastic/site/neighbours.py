@@ -250,8 +250,9 @@ class Neighbours:
             if not self._nodes:
                 interval_s = parsing.backfill_interval_s(self._client.config())
                 self._rule.patience_s = 2 * interval_s + CHECK_S
-            found = self._client.nodes().items()
-            self._nodes = {n: kind for n, kind in found if not NodeState.parse(kind.state).is_lost}
+            found = self._client.nodes()
+            states = {name: NodeState.parse(kind.state) for name, kind in found.items()}
+            self._nodes = {n: found[n] for n, s in states.items() if s.is_idle or s.is_busy}
             self._next_nodes = now + NODES_S
         return self._rule.choose(jobs, own, self._nodes, returnable, now)
 

@@ -299,7 +299,7 @@ class Worker:
 
     def wait_until_linked(self) -> None:
         """Wait until it is connected to its server."""
-        _, server_pid, path = self.wait_for("linked")
+        _, server_pid, path = self.wait_for("linked", 120.0)  # all ranks import torch at once
         self.server_pid, self.path = int(server_pid), Path(path)
 
     @property

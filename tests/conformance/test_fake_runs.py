@@ -208,3 +208,22 @@ def test_an_interrupted_submission_leaves_no_run_and_prints_no_traceback(cluster
     assert (tmp_path / "sweep" / "0" / "cancelled.json").exists()
     eventually(lambda: not cluster.tasks(), "the job has ended")
     assert not (tmp_path / "sweep" / "0" / "result.json").exists(), "it was not trained"
+
+
+def test_a_run_gives_a_node_back_for_a_job_that_waits(cluster, tmp_path):
+    """It keeps its minimum, its tasks stand behind the job, and the node comes back."""
+    script = tmp_path / "train.py"
+    text = (ROOT / "train.py").read_text().replace(", total_steps=sampler.total_steps", "")
+    script.write_text(unhurried(text, tmp_path))
+    shutil.copy(ROOT / "train.yaml", tmp_path)
+    given = ["nodes=1:3", "epochs=5", "pause_s=0.25", "launcher.give_way=on"]
+    run = Sweep(tmp_path, cluster.env, script, *given)
+    eventually(lambda: run.group_sizes()[-1:] == [3], "three nodes train")
+    other = busy(cluster, 2)
+    (event,) = run.events("nodes_given_back")
+    assert (event["job"], event["needs"], len(event["hosts"])) == (other, 2, 2)
+    eventually(lambda: run.group_sizes()[-1] == 1, "one trains on")
+    cluster.run(["scancel", other])
+    eventually(lambda: run.group_sizes()[-1] == 3, "three train again")
+    run.hurry()
+    ends_well(run)

@@ -84,6 +84,7 @@ class Job:
     begin: float = 0.0
     may_requeue: bool = True
     excluded: frozenset[str] = frozenset()
+    nice: int = 0
     limit_s: float | None = None
     restarts: int = 0
     nodes: list[str] = field(default_factory=list)

@@ -73,7 +73,7 @@ def plan(
 
     waiting = [job for job in pending if job.ending is None]
     for job in sorted(
-        waiting, key=lambda j: (-config.partition(j.request.partition).tier, j.order)
+        waiting, key=lambda j: (-config.partition(j.request.partition).tier, j.nice, j.order)
     ):
         reason = blocking_reason(job)
         if reason is not None:

@@ -152,7 +152,7 @@ def _update(words: Sequence[str], cluster: FakeCluster, now: float) -> None:
 
 def _update_jobs(names: str, given: Mapping[str, str], cluster: FakeCluster, now: float) -> None:
     for key in given:
-        if key not in ("starttime", "excnodelist", "requeue", "timelimit", "numtasks"):
+        if key not in ("starttime", "excnodelist", "requeue", "timelimit", "numtasks", "nice"):
             raise unknown(f"scontrol update jobid=... {key}=")
 
     def act(job: Job) -> str | None:
@@ -167,6 +167,8 @@ def _update_jobs(names: str, given: Mapping[str, str], cluster: FakeCluster, now
                 job.begin, job.reason = parse_begin(value, now), "None"
             elif key == "excnodelist":
                 job.excluded = frozenset(nodelist.expand(value))
+            elif key == "nice":
+                job.nice = int(value)
             elif key == "requeue":
                 job.may_requeue = value == "1"
             elif key == "timelimit":

@@ -41,6 +41,7 @@ class TaskAttempt:
         joined: When it first asked to join a round; None if it never did.
         notice: The preemption notice; that of its agent, if there is one.
         preempted_by: The user who preempted its node by a command; empty if none did.
+        given_for: The job for which its node was given back; empty if it was not.
         ends: Events of its end, its own and those of leaders, by kind, in order of time. A leader
             that lost its own connections reports members of later rounds as lost.
         lost_at: When it was reported lost, if nothing shows that it came back; else None.
@@ -57,6 +58,7 @@ class TaskAttempt:
     last: float = -math.inf
     notice: Event | None = None
     preempted_by: str = ""
+    given_for: str = ""
     ends: dict[str, list[Event]] = field(default_factory=lambda: defaultdict(list))
     lost_at: float | None = None
     stopped: dict[int, Event] = field(default_factory=dict)
@@ -154,6 +156,11 @@ class EventIndex:
             if kind == "preempt":
                 if of_task := self._attempts[event["node_task"]]:
                     of_task[next(reversed(of_task))].preempted_by = str(event["user"])
+            elif kind == "nodes_given_back":
+                for task in event["tasks"]:
+                    if of_task := self._attempts[task]:
+                        newest = of_task[next(reversed(of_task))]
+                        newest.given_for = f"job {event['job']} of {event['user']}"
             elif "attempt" in event:
                 self.attempt(event["task"], int(event["attempt"])).add(event)
             elif of_task := self._attempts[event["task"]]:

@@ -316,6 +316,8 @@ def _cause(cause: Cause) -> str:
             left = "" if cause.given_s is None else f", {duration(cause.given_s)} before it"
             theirs = "their" if len(cause.hosts) > 1 else "its"
             return f"{hosts} left because of {theirs} time limit{left}"
+        case "given_back":
+            return f"{hosts} {was} given back for {detail}"
         case "asked" if detail and cause.signal is None:
             return f"{hosts} {was} preempted by {detail} (hpc-elastic node preempt)"
         case "asked":

@@ -45,11 +45,11 @@ class Cause:
     """A cause of a change.
 
     Attributes:
-        what: ``preempted``, ``time_limit``, ``asked``, ``requeued`` (its task was, and it was not
-            preempted), ``cancelled``, ``run_ended`` (its run had ended), ``signalled`` (SIGTERM,
-            for an unknown reason), ``nodes_requeued``, ``excluded``, ``agent_failed``,
-            ``agent_killed``, ``node_lost`` (died, or unreachable), ``leader_lost``,
-            ``leader_changed``, ``unreachable`` (for a while), ``worker_failed``,
+        what: ``preempted``, ``time_limit``, ``asked``, ``given_back`` (for the job in ``detail``),
+            ``requeued`` (its task was, and it was not preempted), ``cancelled``, ``run_ended`` (its
+            run had ended), ``signalled`` (SIGTERM, for an unknown reason), ``nodes_requeued``,
+            ``excluded``, ``agent_failed``, ``agent_killed``, ``node_lost`` (died, or unreachable),
+            ``leader_lost``, ``leader_changed``, ``unreachable`` (for a while), ``worker_failed``,
             ``agent_restarted``, ``arrived``, ``returned``, ``other``.
         time: Unix seconds from which on it was known.
         hosts: The hosts that it concerns.
@@ -355,7 +355,9 @@ _TOGETHER_S = 5.0
 """Time within which replicas leave together."""
 _LEFT_S = 30.0
 """Longest time between the departure of a leader that left regularly, and the next leader."""
-_ANNOUNCED_CAUSES = ("preempted", "time_limit", "asked", "requeued", "cancelled", "run_ended")
+_ANNOUNCED_CAUSES = (
+    *("preempted", "time_limit", "asked", "given_back", "requeued", "cancelled", "run_ended"),
+)
 """Causes that leave time to save; ``signalled`` does, too."""
 
 
@@ -550,10 +552,12 @@ def _why_left(
     if notice is not None and time_of(notice) < without_it:
         exited = attempt.ends_after(0.0).get("task_exited", {})
         how, reason = exited.get("how"), str(notice["reason"])
+        detail = attempt.preempted_by if reason == "asked" else str(exited.get("node") or "")
+        if reason == "asked" and attempt.given_for:
+            reason, detail = "given_back", attempt.given_for
         return Cause(
             str(exited.get("means") or "signalled") if reason == "signal" else reason,
-            time_of(notice), where,
-            attempt.preempted_by if reason == "asked" else str(exited.get("node") or ""),
+            time_of(notice), where, detail,
             signal=notice.get("signal"), given_s=notice.get("given_s"),
             comes_back=None if how in (None, "stay") else how in ("requeue", "requeued", "replace"),
         )  # fmt: skip

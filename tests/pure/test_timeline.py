@@ -113,6 +113,13 @@ TOLD = {
          group(12.0, 2, 0)],
         "node1 was asked to leave (a notice file, or the script); all ranks saved step 20; "
         "group 2 -> 1 node; lost 0 steps, formed again after 1.1 s"),
+    "given back": (
+        [event(9.9, "nodes_given_back", job="8", user="ada", needs=1, tasks=["7_1"],
+               hosts=["node1"]),
+         notice(10.0, 1, "asked"), stop(10.9, 1, "regroup", 20), left(11.0, 1, reason="asked"),
+         group(12.0, 2, 0)],
+        "node1 was given back for job 8 of ada; all ranks saved step 20; "
+        "group 2 -> 1 node; lost 0 steps, formed again after 1.1 s"),
     "preempted by a command": (
         [event(9.9, "preempt", user="ada", host="node1", node_task="7_1", grace_s=30.0),
          notice(10.0, 1, "asked"), stop(10.9, 1, "regroup", 20), left(11.0, 1, reason="asked"),

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -40,6 +41,8 @@ CHECK_S = 20.0
 """Seconds between two queries of the queue."""
 NODES_S = 60.0
 """Seconds between two queries of the nodes, while jobs of others wait."""
+_MOST = 500
+"""Waiting jobs that are looked at, the first ones, as by backfill (bf_max_job_test)."""
 _WAITS_FOR_NODES = ("Priority", "Resources")
 _NEVER_LEFT_S = 900.0
 """A node that is not left after this time, since its workers make no checkpoint, counts as one that
@@ -101,15 +104,20 @@ class GiveWay:
             if not job.waits and (job.job in own or job.state != "COMPLETING")
             for node in job.nodes
         }
-        self._judge({job.job: job.num_tasks for job in waiting}, held, now)
+        numbers = Counter[str]()
+        for job in waiting:  # an array may have several lines
+            numbers[job.job] += job.num_tasks
+        self._judge(numbers, held, now)
         free = [name for name in nodes if name not in held]
         left = {host: task for task, host in reversed(returnable) if host in nodes}
         needed_at: dict[str, float] = {}
         found: list[NodeReturn] = []
-        for job in waiting:
+        for job in waiting[:_MOST]:
             hosts: list[str] = []
-            may_give = job.job not in self._given and self._may_start(job)
-            for _ in range(job.num_tasks):
+            # of an array that was misjudged, elements may have started since
+            is_misjudged = numbers[job.job] >= self._misjudged.get(job.job, math.inf)
+            may_give = job.job not in self._given and not is_misjudged
+            for _ in range(job.num_tasks if left else 0):
                 idle = self._usable(job, nodes, free, needed_at, now)[: job.num_nodes]
                 more = self._usable(job, nodes, reversed(left), needed_at, now, self.share)
                 more = more[: job.num_nodes - len(idle)]
@@ -124,7 +132,7 @@ class GiveWay:
                     tasks = tuple(left.pop(host) for host in more)
                     found.append(NodeReturn(job.job, job.user, job.num_nodes, tasks))
             if hosts:
-                self._given[job.job] = _Given(tuple(hosts), job.num_tasks, now)
+                self._given[job.job] = _Given(tuple(hosts), numbers[job.job], now)
         return found
 
     @staticmethod
@@ -142,22 +150,19 @@ class GiveWay:
         )
         return sorted(found, key=lambda job: -job.priority)
 
-    def _may_start(self, job: QueuedJob) -> bool:
-        """Whether it was not misjudged; of an array, whether elements have started since then."""
-        return job.num_tasks < self._misjudged.get(job.job, math.inf)
-
     def _judge(self, waiting: Mapping[str, int], held: Mapping[str, bool], now: float) -> None:
         """Forget the jobs that have started, and note those that did not although they could."""
         for job, given in [*self._given.items()]:
             if waiting.get(job, 0) < given.num_tasks:
                 del self._given[job]
-            elif any(held.get(host) for host in given.hosts):
+                continue
+            if any(held.get(host) for host in given.hosts):
                 given.free_since = None
             elif given.free_since is None:
                 given.free_since = now
             waited_s = 0.0 if given.free_since is None else now - given.free_since
             if waited_s >= self.patience_s or now - given.since >= _NEVER_LEFT_S:
-                self._given.pop(job, None)
+                del self._given[job]
                 self._misjudged[job] = given.num_tasks
 
     def _usable(

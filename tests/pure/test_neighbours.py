@@ -163,6 +163,14 @@ def test_a_job_that_does_not_start_with_free_nodes_was_misjudged():
     assert given(job, waiting("9", 2), rule=rule, now=920.0) == {"9": ["n3", "n4"]}
 
 
+def test_an_array_may_have_several_lines():
+    """That of its elements that were requeued, and that of the others."""
+    rule = GiveWay(PATIENCE_S)
+    lines = waiting("8", num_tasks=2), waiting("8", reason="Priority")
+    assert given(*lines, rule=rule, leave=["n3"]) == {"8": ["n3"]}
+    assert given(*lines, rule=rule, leave=["n4"], now=20.0) == {}, "no element has started"
+
+
 def test_of_an_array_some_of_which_have_started_the_rest_gets_nodes_too():
     """It was judged rightly."""
     rule = GiveWay(PATIENCE_S)

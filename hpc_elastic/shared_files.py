@@ -285,20 +285,21 @@ def status_of(path: Path) -> os.stat_result:
     return status
 
 
-def remove_behind(path: Path, *, wait_s: float = 0.0) -> None:
-    """Begin to remove a file that is not needed any more; it stays if that fails.
+def remove_behind(*paths: Path, wait_s: float = 0.0) -> None:
+    """Begin to remove files that are not needed any more, in order; they stay if that fails.
 
     The removal runs in a thread: an NFS server delays it by 100 s while it recalls a delegation
-    from a dead client. A file that is being removed already is not removed twice. ``wait_s`` is the
-    longest wait for the end of the removal.
+    from a dead client. If the first file is being removed already, nothing is begun. ``wait_s`` is
+    the longest wait for the end of the removal.
     """
-    name = f"removal of {path}"
-    if any(thread.name == name for thread in threading.enumerate()):
+    name = f"removal of {next(iter(paths), None)}"
+    if not paths or any(thread.name == name for thread in threading.enumerate()):
         return
 
     def remove() -> None:
-        with contextlib.suppress(OSError):
-            path.unlink()
+        for path in paths:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     thread = threading.Thread(target=remove, name=name, daemon=True)
     with contextlib.suppress(RuntimeError):  # no more threads: it stays

@@ -22,6 +22,8 @@ from hpc_elastic.shared_files import (
     NO_HARD_LINKS,
     RemovalWatch,
     carried_out,
+    names_listed,
+    numbers_in,
     owner_writes,
     read_text,
     refresh,
@@ -78,6 +80,15 @@ class DecisionLog:
                 what = f"not writable on this node ({e.strerror})"
                 raise RunDirectoryError(f"{self.path}: {what}") from e
             raise
+
+    def remove_old(self, index: int, term: int) -> None:
+        """Begin to remove what `effects.RemoveEntries` names; it stays if that fails."""
+        with contextlib.suppress(OSError):
+            names = names_listed(self.path)
+            numbers = sorted(numbers_in(names, "entry.", ".json"))
+            old = [entry_path(self.path, n) for n in numbers if n < index]
+            old += [self.path / f"lease.{n}" for n in numbers_in(names, "lease.") if n < term]
+            remove_behind(*old)
 
     def make_lease(self, term: int) -> Lease:
         """Return the lease of a term, for its leader."""

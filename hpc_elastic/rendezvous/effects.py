@@ -140,6 +140,14 @@ class RenewLease(Effect):
 
 
 @dataclass(frozen=True)
+class RemoveEntries(Effect):
+    """Remove the log entries before an index, never the last one, and the leases before a term."""
+
+    index: int
+    term: int
+
+
+@dataclass(frozen=True)
 class Show(Effect):
     """Replace the run's status, and append lines to its progress."""
 

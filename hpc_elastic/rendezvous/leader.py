@@ -279,6 +279,9 @@ class Leader:
                 if not self._is_renewing:  # the file system may hang
                     self._is_renewing = True
                     self._start(self._renew_lease(), self._duties)
+            case effects.RemoveEntries(index, term):
+                work = self._in_thread(self._context.log.remove_old, index, term)
+                self._start(work, self._duties)
             case effects.Show(status, lines):
                 self._status_writer.write_status(status, lines)
             case effects.RemoveNotice(name, matches_no_agent):

@@ -57,6 +57,7 @@ from hpc_elastic.rendezvous.effects import (
     Note,
     QueryQueue,
     QueryTasks,
+    RemoveEntries,
     RemoveNotice,
     RenewLease,
     Send,
@@ -93,6 +94,8 @@ class LeaderState:
 
     round_rules: type[RoundState] = RoundState
     replica_rules: type[ReplicaState] = ReplicaState
+    num_kept = 64
+    """Log entries that are kept before the last one, and leases before the present one."""
 
     def __init__(
         self,
@@ -133,6 +136,8 @@ class LeaderState:
         """Agents that have timed out and are not marked lost yet, each with the reason."""
         self._yielding = False
         self._lease_due = now
+        self._removal_due, self._removable, self._removed = now, 0, 0
+        """When old entries are removed next, before which index, and before which they were."""
         self._unrenewed_since: float | None = None
         """When the renewal was requested that is not done yet."""
         self._pending: LogEntry | None = None
@@ -341,7 +346,7 @@ class LeaderState:
         effects += self._do(self.rounds.tick(now))
         effects += self._do(self._hangs.tick(self.rounds, now))
         effects.append(Send(tuple(self._tracker.last_heartbeat), messages.Heartbeat()))
-        effects += self._renew_lease(now)
+        effects += self._renew_lease(now) + self._remove_entries(now)
         return [*effects, *self._query_tasks(now), *self._query_queue(now)]
 
     def tick_quorum(self, now: float) -> list[Effect]:
@@ -494,6 +499,21 @@ class LeaderState:
             return self._step_down()
         self._lease_due = now + self.heartbeat.lease_s - self.heartbeat.heartbeat_interval_s / 2
         return [RenewLease()]
+
+    def _remove_entries(self, now: float) -> list[Effect]:
+        """Remove entries that have had `num_kept` later ones for as long as listings may be late.
+
+        A process that was stalled longer may create their indices again: no listing that it makes
+        then is so old that it shows no later entry.
+        """
+        if now < self._removal_due:
+            return []
+        self._removal_due = now + self.heartbeat.heartbeat_interval_s + 2 * self.heartbeat.stale_s
+        index, self._removable = self._removable, self.at.index - self.num_kept
+        if index <= self._removed:
+            return []
+        self._removed = index
+        return [RemoveEntries(index, self.at.term - self.num_kept)]
 
     def _query_tasks(self, now: float) -> list[Effect]:
         run = self.run

@@ -21,6 +21,11 @@ decision is made with knowledge of all earlier ones:
 The index of a round's entry is its fencing token: a process that acts for that round (a
 checkpoint's writer, `hpc_elastic.run.fencing`) may do so as long as no later entry exists.
 
+A leader removes old entries, never the last one, so the last index only grows. Only the *first*
+entry of an index is a decision: if a process that was stalled creates a removed index again, a
+later entry exists all the time. So an entry counts once a listing that begins *behind* its link
+shows no later one, and readers go by what is listed.
+
 Reference: M. Herlihy, Wait-Free Synchronization (1991), on agreement by a chain of
 compare-and-swap decisions; M. Burrows, The Chubby Lock Service (2006), on sequencers.
 """
@@ -255,7 +260,7 @@ class LogFiles(Protocol):
     """A run's entries and leases. Each call may block, and may raise `OSError`."""
 
     def indices(self) -> Collection[int]:
-        """Return the indices of all entries, from a fresh listing."""
+        """Return the indices of all entries that are left, from a fresh listing."""
 
     def read(self, index: int) -> LogEntry | None:
         """Open an entry anew and return it; None if it is damaged or not there."""
@@ -273,7 +278,8 @@ class LogSteps:
     - Exactly one agent creates each index (`create_once`): the content of an entry, with its leader
       and its decision, shows which.
     - The last entry is found in a listing, never by opening the next one's path: a client caches
-      for a minute that a name is absent.
+      for a minute that a name is absent. An entry that cannot be read is damaged only if it is
+      still the last one in another listing: otherwise it was removed meanwhile.
     - The file under the other name is removed *behind*: a removal may hang for as long as a dead
       node holds a delegation, and a decision does not wait for that.
     - A lease is a counter that the leader of a term increments as long as it is alive. Readers
@@ -289,12 +295,17 @@ class LogSteps:
 
     def last(self) -> Steps[tuple[int, LogEntry | None]]:
         """Return the index of the last entry, and the newest entry that verifies."""
-        last = yield from self.last_index()
-        for index in range(last, 0, -1):
-            entry: LogEntry | None = yield partial(self._files.read, index)
-            if entry is not None:
+        listed: Collection[int] = yield self._files.indices
+        while True:
+            last, entry = max(listed, default=0), None
+            for index in sorted(listed, reverse=True):
+                if (entry := (yield partial(self._files.read, index))) is not None:
+                    break
+            if entry is not None and entry.index == last:
                 return last, entry
-        return last, None
+            listed = yield self._files.indices
+            if max(listed, default=0) == last:
+                return last, entry
 
     def last_with_lease(self) -> Steps[tuple[int, LogEntry | None, int | None]]:
         """Return the same as `last`, and the lease of that entry's term."""
@@ -304,9 +315,13 @@ class LogSteps:
         return index, entry, (yield partial(self._files.lease, entry.term))
 
     def create(self, entry: LogEntry) -> Steps[bool]:
-        """Create an entry; False if its index is taken. After an OSError it may be tried again."""
+        """Create an entry; False if its index is taken, or there is a later one already.
+
+        After an OSError it may be tried again.
+        """
         put, read = partial(self._files.put, entry), partial(self._files.read, entry.index)
-        return (yield from create_once(put, self._files.indices, entry.index, read, entry))
+        is_made = yield from create_once(put, self._files.indices, entry.index, read, entry)
+        return is_made and (yield from self.last_index()) <= entry.index
 
 
 # ---- The first failure among several failed workers (pure)

@@ -15,6 +15,7 @@ from hpc_elastic.rendezvous.effects import (
     PublishResult,
     QueryQueue,
     QueryTasks,
+    RemoveEntries,
     Send,
     StepDown,
     places,
@@ -46,6 +47,32 @@ from hpc_elastic.site import NodeReturn, QueueAdvice, QueueQuestion
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.transport.messages import pack
 from simulation.month import count_items
+
+# ---- old entries ------------------------------------------------------------------------
+
+
+def test_what_late_listings_may_still_lack_is_not_removed():
+    """64 later entries must have been there for as long as a listing may be late."""
+    leader = training(A)
+    leader.heartbeat = replace(leader.heartbeat, stale_s=30.0)
+    leader.at = replace(leader.at, index=100, term=70)
+    effects = {now: of(leader.tick(float(now)), RemoveEntries) for now in range(2, 200)}
+    (at,) = [now for now, found in effects.items() if found]
+    assert effects[at] == [RemoveEntries(36, 6)] and at > 30
+    leader.at = replace(leader.at, index=101)
+    assert not any(of(leader.tick(float(now)), RemoveEntries) for now in range(200, 230))
+    assert [*of(leader.tick(300.0), RemoveEntries), *of(leader.tick(400.0), RemoveEntries)] == [
+        RemoveEntries(37, 6)
+    ]
+
+
+def test_a_leader_that_is_fenced_removes_nothing():
+    """Its successor does."""
+    leader = training(A)
+    leader.at = replace(leader.at, index=100)
+    leader.refused()
+    assert not any(leader.tick(float(now)) for now in range(2, 50))
+
 
 # ---- its own failures -------------------------------------------------------------------
 

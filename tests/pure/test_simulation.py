@@ -43,10 +43,10 @@ def test_schedules_contain_what_is_to_be_tested(total):
     assert min(total.agreements, total.departures) > SCHEDULES / 10
     assert total.stood_after.total() > SCHEDULES / 2
     assert total.shown > 10 * SCHEDULES and total.notices > SCHEDULES / 10
-    assert len(total.faults) == 23
+    assert len(total.faults) == 24
     assert min(total.faults.values()) > SCHEDULES / 50
     assert total.silent > SCHEDULES / 20
-    assert len(total.storage) == 6
+    assert len(total.storage) == 8
     assert min(total.storage.values()) > SCHEDULES / 2000
 
 

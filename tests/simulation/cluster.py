@@ -34,6 +34,7 @@ from hpc_elastic.rendezvous.effects import (
     QueryTasks,
     ReadLog,
     Readmit,
+    RemoveEntries,
     RemoveNotice,
     RenewLease,
     Send,
@@ -156,6 +157,9 @@ class Env:
         self.slurm = Slurm(world, scenario.longest_answer_s, scenario.reports_attempts)
         self.severing = random.Random(f"severing {seed}")
         self.failing = random.Random(f"failing {seed}")
+        self.stalling = random.Random(f"stalling {seed}")
+        self.num_kept = self.stalling.choice((0, 0, 1, 2, LeaderState.num_kept))
+        """Old entries that leaders keep: fewer than are made while a process is stalled."""
         self.slurm.down += scenario.is_slurm_silent
         self.nodes = [Node(self, slot) for slot in range(scenario.num_nodes)]
         self.works: dict[int, Work] = {}
@@ -838,6 +842,7 @@ class Leader:
         self.leader_state = env.components.leader_state(
             entry, env.scenario.rules, env.scenario.heartbeat, self._now(), env.world.rng
         )
+        self.leader_state.num_kept = env.num_kept
         self._term = entry.term
         self.term = env.components.term(self.leader_state, self, env.scenario.show_s)
         mount = self.host.mount
@@ -1026,6 +1031,8 @@ class Leader:
                 env.slurm.end_exclusions()
             case QueryTasks():
                 env.slurm.query_tasks(self.process, self._slurm_answered)
+            case RemoveEntries(index, term):
+                self.host.register.remove_old(self.process, index, term)
             case RemoveNotice(name):  # at once, or right after the poll that is under way
                 self._files.confirm(name)
                 self._is_confirmed = True

@@ -9,12 +9,13 @@ from functools import partial
 
 from simulation.cluster import Env, Node
 from simulation.storage import Mount
-from simulation.world import Slurm
+from simulation.world import Process, Slurm
 
 _LONGEST_S = 8.0
-_SEVERED, _FAILING = 0.2, 0.2
-"""Share of schedules in which some pairs of nodes do not reach each other from some time on, and
-of those in which leaders fail by errors of their own."""
+_SEVERED, _FAILING, _STALLED = 0.2, 0.2, 0.2
+"""Share of schedules in which some pairs of nodes do not reach each other from some time on, of
+those in which leaders fail by errors of their own, and of those in which a process is stalled right
+before it creates an entry, until the calm: others remove what it knows of the log."""
 
 
 class Faults:
@@ -60,6 +61,9 @@ class Faults:
                 world.after(scenario.calm_after_s * rng.random(), None, self._sever, rng)
         if not scenario.is_quiet and self._env.failing.random() < _FAILING:
             self._plan_failures(self._env.failing)
+        rng = self._env.stalling
+        if not scenario.is_quiet and rng.random() < _STALLED:
+            world.after(0.5 * scenario.calm_after_s * rng.random(), None, self._stall_creator)
         if not scenario.is_quiet:  # notice files
             rng = self._env.storage.rng
             for _ in range(rng.choice((0, 0, 0, 1, 2))):
@@ -87,6 +91,17 @@ class Faults:
                 if leader.leads and not leader.process.paused:
                     self.count["failing leader"] += 1
                     leader.fail()
+
+    def _stall_creator(self) -> None:
+        def stall(process: Process) -> None:
+            self._env.register.before_create = lambda _: None
+            if self._env.world.now < self._env.scenario.calm_after_s and not process.paused:
+                self.count["stalled before an entry"] += 1
+                process.paused = True
+                self._num_lasting += 1
+                self._healers[self._num_lasting] = partial(process.resume, timers_last=False)
+
+        self._env.register.before_create = stall
 
     def _sever(self, rng: random.Random) -> None:
         """Let two nodes not reach each other any more, in one direction or in both."""

@@ -1,6 +1,7 @@
 """The invariants of every schedule.
 
-Entries    Each index is created once, and the indices follow each other. Within a term all
+Entries    Each index is created once, or again once it was removed, which decides nothing (see
+           `storage`), and the indices follow each other. Within a term all
            entries are its leader's; a term starts with a claim, which changes nothing but the
            leader. So at most one leader closes rounds in a term; a fenced one changes nothing.
 Rounds     Between min and max members, each task once. Only the leader that created a round's

@@ -19,6 +19,7 @@ from hpc_elastic.rendezvous.effects import (
     Append,
     Effect,
     Note,
+    RemoveEntries,
     RemoveNotice,
     RenewLease,
     Send,
@@ -34,7 +35,7 @@ from hpc_elastic.rendezvous.messages import Probed, RoundInfo, RunMessage, Stop
 from hpc_elastic.rendezvous.reachability import Endpoints, Reachability
 from hpc_elastic.rendezvous.round_state import RoundState
 from hpc_elastic.rendezvous.term import Term, TermFolder
-from hpc_elastic.shared_files import Steps
+from hpc_elastic.shared_files import Steps, create_once
 from hpc_elastic.step_agreement import (
     AgreementState,
     Confirmation,
@@ -344,11 +345,51 @@ class ListsFromCache(_NodeSteps):
         return max((yield partial(self._node.indices, anew=False)), default=0)
 
 
+class ListsNothingBehind(LogSteps):
+    """Takes an entry for the decision as soon as it exists."""
+
+    def create(self, entry: LogEntry) -> Steps[bool]:
+        put, read = partial(self._files.put, entry), partial(self._files.read, entry.index)
+        return (yield from create_once(put, self._files.indices, entry.index, read, entry))
+
+
+class TakesRemovedForDamaged(LogSteps):
+    """Does not list again when it cannot read the last entry."""
+
+    def last(self) -> Steps[tuple[int, LogEntry | None]]:
+        last = yield from self.last_index()
+        for index in range(last, 0, -1):
+            entry: LogEntry | None = yield partial(self._files.read, index)
+            if entry is not None:
+                return last, entry
+        return last, None
+
+
+class RemovesTooEarly(LeaderState):
+    """Removes all entries before the one that it is about to append."""
+
+    def _remove_entries(self, now: float) -> list[Effect]:
+        newest = self.at if self._pending is None else self._pending
+        return [RemoveEntries(newest.index, newest.term)]
+
+
+class RemovesAtOnce(LeaderState):
+    """Removes entries while late listings may lack all later ones."""
+
+    def _remove_entries(self, now: float) -> list[Effect]:
+        return [RemoveEntries(self.at.index - self.num_kept, 0)]
+
+
 class TakesLeasesForFresh(FollowerState):
     """Ignores that a fresh read may be stale."""
 
     def __init__(self, me: Agent, heartbeat: HeartbeatConfig, now: float, **kwargs: Any) -> None:
         super().__init__(me, replace(heartbeat, stale_s=0.0), now, **kwargs)
+
+
+def _late(rng: random.Random) -> Scenario:
+    scenario = draw(rng)
+    return replace(scenario, heartbeat=replace(scenario.heartbeat, stale_s=3.0))
 
 
 def _by_time(rng: random.Random) -> Scenario:
@@ -437,6 +478,18 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
     "trusts inode numbers": (Components(entries=TrustsInodes), "its own entry was denied"),
     "lists from the cache": (
         Components(entries=ListsFromCache, draw=_by_time), "a read has missed an entry",
+    ),
+    "lists nothing behind": (
+        Components(entries=ListsNothingBehind), "another's entry was taken for its own",
+    ),
+    "takes removed entries for damaged": (
+        Components(entries=TakesRemovedForDamaged), "a removed entry was taken for a damaged one",
+    ),
+    "removes too early": (
+        Components(leader_state=RemovesTooEarly), "a read has missed|a number was left out",
+    ),
+    "removes at once": (
+        Components(leader_state=RemovesAtOnce, draw=_late), "another's entry was taken for its own",
     ),
     "waits for removals": (Components(entries=WaitsForRemovals), "a decision that was made waited"),
     "judges a lease by one read": (

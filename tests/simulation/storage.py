@@ -319,7 +319,10 @@ class Mount:
         folder.changed_at = self._world.now
         cache = self._caches.get(folder)
         if cache is not None:
-            cache.listed, cache.listed_until = None, self._world.now
+            if not self.stale_s:
+                cache.listed, cache.listed_until = None, self._world.now
+            elif cache.listed is not None:  # a late listing shows the client's own changes
+                cache.listed = cache.listed - {name} if what is None else {*cache.listed, name}
             if cache.stamp == stamp:
                 cache.stamp = self._stamp(folder)
             else:
@@ -367,9 +370,10 @@ def single_step(step: Callable[[], object]) -> Steps[None]:
 # ---- The run's entries and leases, by the product's own procedures. The invariants:
 #
 # Read       A read returns every entry that existed when it started; with late listings, every one
-#            that existed ``stale_s`` before.
-# Answer     If the answer is that an entry was created, its agent has created it; if it is that the
-#            index is taken, it has not. No answer waits for an operation that may hang.
+#            that existed ``stale_s`` before. It takes no removed entry for a damaged one.
+# Answer     If the answer is that an entry was created, its agent has created it, and first; if it
+#            is that the index is taken, it has not, or a later one follows already. No answer waits
+#            for an operation that may hang.
 # Lease      No agent takes a leader for dead whose lease was renewed within
 #            `HeartbeatConfig.lapse_s`, by any clock, before the lease was last read.
 
@@ -406,6 +410,8 @@ class Register:
         self.monitor = monitor
         self.procedures = procedures
         self.exclusive = exclusive
+        self.before_create: Callable[[Process], None] = lambda _: None
+        """Called with each process that is about to create an entry."""
         self._files: list[File] = []
 
     def add_entry(self, entry: LogEntry, file: File) -> None:
@@ -454,7 +460,15 @@ class NodeRegister:
         fail: Callable[[Exception], None],
     ) -> None:
         """Read the last entry and its term's lease."""
-        checked = self._checked(lambda seen: answer(*seen), lambda seen: seen[0])
+
+        def check_answer(seen: tuple[int, LogEntry | None, int | None]) -> None:
+            index, entry, _ = seen
+            is_read = index == 0 or entry is self._register.entries[index - 1]
+            what = "a removed entry was taken for a damaged one"
+            self._register.monitor.check(is_read or self.mount.stale_s > 0, what, seen)
+            answer(*seen)
+
+        checked = self._checked(check_answer, lambda seen: seen[0])
         self._carry_out(process, self._entries.last_with_lease(), checked, fail)
 
     def last_index(
@@ -473,13 +487,16 @@ class NodeRegister:
             register = self._register
             is_own = register.entries[entry.index - 1] is entry
             what = "its own entry was denied" if is_own else "another's entry was taken for its own"
-            register.monitor.check(is_own == created, what, entry)
+            is_true = is_own == created or (is_own and register.entries[-1] is not entry)
+            register.monitor.check(is_true, what, entry)
             waited_s = self._storage.world.now - register.made_at(entry) if created else 0.0
             what = "a decision that was made waited"
             register.monitor.check(waited_s <= _LONGEST_ANSWER_S, what, entry, waited_s)
             answer(created)
 
-        self._carry_out(process, self._entries.create(entry), done, lambda _: answer(None))
+        self._register.before_create(process)
+        steps = self._entries.create(entry)
+        process.call(self._carry_out, process, steps, done, lambda _: answer(None))
 
     def renew_lease(
         self, process: Process, term: int, beats: int, answer: Callable[[bool], None]
@@ -487,6 +504,18 @@ class NodeRegister:
         """Renew a lease; ``answer`` receives whether that has worked."""
         steps = single_step(partial(self.mount.write, self.rdzv, ("lease", term), beats))
         self._carry_out(process, steps, lambda _: answer(True), lambda _: answer(False))
+
+    def remove_old(self, process: Process, index: int, term: int) -> None:
+        """Begin to remove old entries and leases; see `DecisionLog.remove_old`."""
+        before = {"entry": index, "lease": term}
+
+        def remove() -> None:
+            for name in sorted(self.mount.names_in(self.rdzv)):
+                if name[1] < before.get(name[0], 0):
+                    self._storage.hits["entries and leases that are removed"] += 1
+                    self.mount.remove_behind(self.rdzv, name)
+
+        self._carry_out(process, single_step(remove), lambda _: None, lambda _: None)
 
     def check_claim(self, before: LogEntry, heartbeat: HeartbeatConfig) -> None:
         """Check a claim after this entry, whose leader is dead according to its lease alone."""
@@ -543,10 +572,13 @@ class NodeRegister:
         del self._staged[id(entry)]
         self.staged, name = file, ("entry", entry.index)
         file.made_at = self._storage.world.now
+        is_there = name in self.rdzv.entries
         if not self._register.exclusive:
             self.rdzv.entries.pop(name, None)
         try:
-            if name not in self.rdzv.entries:
+            if not is_there and entry.index <= len(self._register.entries):
+                self._storage.hits["indices that are taken again"] += 1
+            elif name not in self.rdzv.entries:
                 self._register.add_entry(entry, file)
             self.mount.link(file, self.rdzv, name)
         finally:

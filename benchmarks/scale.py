@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How does what a command costs grow with runs, events, nodes and days?
+"""How do commands and the run directory grow with runs, rounds, events, nodes and days?
 
     python benchmarks/scale.py --rows events,runs
 
@@ -26,17 +26,18 @@ from operate.big_run import Plan
 ABOUT = About(
     title="What grows",
     measured="The CPU time and the memory of commands, each a process of its own, over three sizes "
-    "of a row, all in turns. The exponent is that by which the differences between them grow, so "
-    "that what each start costs does not matter.",
+    "of a row, all in turns, and the files of the runs. The exponent is that by which the "
+    "differences between them grow, so that what each start costs does not matter.",
     does_not_show=(
         "A shared file system: all files are on a local disk, in the page cache.",
-        "The run is made up: its rounds are alike, and it has no output files.",
+        "The run is made up: its rounds are alike, and it has no ledger and no output files, of "
+        "which an agent keeps those of 22 rounds.",
     ),
 )
 MOST = 1.05
 """Largest exponent."""
 FLOORS = 0.05, 16.0
-"""Seconds, and MB: a difference between two sizes that is smaller counts as this."""
+"""Seconds or files, and MB: a difference between two sizes that is smaller counts as this."""
 _READERS = (("events",), ("status",), ("report", "--format", "json", "-o", "-"))
 _LIST = ("list", "--all")
 
@@ -60,6 +61,7 @@ ROWS: dict[str, tuple[Sequence[tuple[str, ...]], dict[int, Make]]] = {
         12_201: partial(_run, Plan(16, 3.0, 200)), 40_146: partial(_run, Plan(16, 10.0, 660)),
         121_551: partial(_run, Plan(16, 30.0, 2000)),
     }),
+    "rounds": (_READERS, {n: partial(_run, Plan(64, 30, n * 4 // 7)) for n in (1000, 3000, 10000)}),
     "nodes": (_READERS, {n: partial(_run, Plan(n, 3.0, 200)) for n in (16, 64, 256)}),
     "days": (_READERS, {n: partial(_run, Plan(16, n, 200)) for n in (3, 10, 30)}),
     "runs": ((_LIST,), {n: partial(_runs, n) for n in (100, 300, 1000)}),
@@ -73,17 +75,16 @@ def main() -> None:
     given = parser.parse_args()
     found = [row for name in given.rows for row in _measured(name, given.repeats)]
     sizes = ("smallest", "middle", "largest")
-    columns = [Column("command"), *(Column(f"{size}: s", ".2f") for size in sizes)]
-    columns += [Column("exponent"), Column("largest: MB"), Column("exponent of memory")]
-    table = Table("CPU time and memory of a command", tuple(columns), tuple(r for r, _ in found))
+    columns = [Column("command"), *(Column(f"{size}: s, or files", ".2f") for size in sizes)]
+    columns += [Column("exponent"), Column("largest: MB"), Column("exponent of MB")]
+    table = Table("CPU time and memory, and files", tuple(columns), tuple(r for r, _ in found))
     targets = tuple(target for _, target in found)
     present(Result(ABOUT, (table,), targets, (), repeats=given.repeats), given)
 
 
 def _measured(name: str, repeats: int) -> list[tuple[tuple[Cell, ...], Target]]:
-    """Return a row and its target for each command on the sizes of what grows."""
+    """Return a row and its target for each command, and the files, on the sizes of what grows."""
     commands, sizes = ROWS[name]
-    found = []
     with tempfile.TemporaryDirectory(prefix="scale-") as temporary:
         made: dict[int, tuple[Path, Path]] = {}
         for size, make in sizes.items():
@@ -91,27 +92,34 @@ def _measured(name: str, repeats: int) -> list[tuple[tuple[Cell, ...], Target]]:
             os.environ["XDG_STATE_HOME"] = str(state)
             with ProcessPoolExecutor(1) as other:  # its memory would count as the commands'
                 made[size] = state, other.submit(make, folder).result()
+        costs = {"files": {size: [used_by(run)] for size, (_, run) in made.items()}}
         for command in commands:
-            taken: dict[int, list[tuple[float, float]]] = {size: [] for size in made}
+            taken = costs[command[0]] = {size: [] for size in made}
             for _ in range(repeats):
                 for size, (state, run) in made.items():
                     argv = command if command is _LIST else (command[0], str(run), *command[1:])
                     taken[size].append(cost(argv, state))
-            by_time, by_memory = (
-                exponent(
-                    sizes,
-                    FLOORS[at],
-                    [statistics.median(c[at] for c in taken[size]) for size in sizes],
-                )
-                for at in (0, 1)
-            )
-            seconds = [figure([s for s, _ in taken[size]]) for size in sizes]
-            largest = figure([mb for _, mb in taken[max(sizes)]])
-            label = f"{command[0]}, {name} {', '.join(f'{size:,}' for size in sizes)}"
-            row = (label, *seconds, Figure(by_time), largest, Figure(by_memory))
-            target = Target(f"{label}: larger exponent", MOST, max(by_time, by_memory))
-            found.append((row, target))
-    return found
+    suffix = f"{name} {', '.join(f'{size:,}' for size in sizes)}"
+    return [_fitted(f"{what}, {suffix}", taken) for what, taken in costs.items()]
+
+
+def _fitted(
+    label: str, taken: dict[int, list[tuple[float, float]]]
+) -> tuple[tuple[Cell, ...], Target]:
+    by_first, by_mb = (
+        exponent(taken, FLOORS[at], [statistics.median(c[at] for c in cs) for cs in taken.values()])
+        for at in (0, 1)
+    )
+    first = [figure([cost for cost, _ in costs]) for costs in taken.values()]
+    largest = figure([mb for _, mb in taken[max(taken)]])
+    row = (label, *first, Figure(by_first), largest, Figure(by_mb))
+    return row, Target(f"{label}: larger exponent", MOST, max(by_first, by_mb))
+
+
+def used_by(folder: Path) -> tuple[float, float]:
+    """Return the number of files in a folder, and their MB."""
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    return len(sizes), sum(sizes) / 1e6
 
 
 def cost(argv: Sequence[str], state: Path) -> tuple[float, float]:

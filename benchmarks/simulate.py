@@ -12,10 +12,12 @@ instead of the rendezvous, with ``--submissions`` what is submitted to a Slurm w
 lost. No torch, no Slurm, no network is needed.
 """
 
+import math
 import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from evidence.result import About, Column, Figure, Result, Table, Target
@@ -79,9 +81,8 @@ def main() -> int:
     if given.trace:
         return show(simulator, given.seed)
     started = time.monotonic()
-    progress = Progress(given.schedules)
     total: Total = simulation.run_in_parallel(
-        simulator, given.seed, given.schedules, given.processes, progress
+        simulator, given.seed, given.schedules, given.processes, progress(given.schedules)
     )
     present(result(total, time.monotonic() - started, given.processes), given)
     for failure in list(total.failures.values())[:SHOWN_FAILURES]:
@@ -91,29 +92,22 @@ def main() -> int:
 
 def show(simulator: Simulator, seed: int) -> int:
     sim = simulator(seed, whole_trace=True)
-    complaint = None
-    try:
-        sim.run()
-    except Exception as e:  # a schedule may fail in the protocol's own code
-        complaint = f"{type(e).__name__}: {e}"
-    print(sim.scenario, simulation.format_trace(sim), sep="\n")
-    print(complaint or "everything held")
-    return 1 if complaint else 0
+    complaints = [text.splitlines()[0] for text in simulation.play(sim).failures.values()]
+    print(sim.scenario, simulation.format_trace(sim), *complaints or ["everything held"], sep="\n")
+    return len(complaints)
 
 
-class Progress:
-    """Says every now and then, on a terminal or in a log, how far it is."""
+def progress(schedules: int) -> Callable[[Total], None]:
+    """Return what says every now and then, on a terminal or in a log, how far it is."""
+    told = time.monotonic()
 
-    def __init__(self, schedules: int) -> None:
-        self._schedules = schedules
-        self._told = time.monotonic()
+    def tell(total: Total) -> None:
+        nonlocal told
+        if time.monotonic() - told >= 30:
+            told = time.monotonic()
+            print(total.schedules, "of", schedules, len(total.failures), "failed", file=sys.stderr)
 
-    def __call__(self, total: Total) -> None:
-        """Say it, if the last time was long ago."""
-        if time.monotonic() - self._told >= 30:
-            self._told = time.monotonic()
-            failures = len(total.failures)
-            print(f"{total.schedules} of {self._schedules}, {failures} failed", file=sys.stderr)
+    return tell
 
 
 def result(total: Total, wall_s: float, processes: int) -> Result:
@@ -122,21 +116,22 @@ def result(total: Total, wall_s: float, processes: int) -> Result:
         case ft.Outcome():
             about, counted = ABOUT_FT, of_quorums(total)
         case submission.Outcome():
-            about, counted = ABOUT_SUBMISSIONS, of_submissions(total)
+            texts = {f"the user reads: {kind}": num for kind, num in sorted(total.texts.items())}
+            counted = {"schedules": total.schedules, "calls of Slurm": total.events, **texts}
+            about, counted["submissions checked"] = ABOUT_SUBMISSIONS, total.checks
         case _:
             about, counted = ABOUT, of_rounds(total)
     faults = {f"fault: {kind}": num for kind, num in sorted(total.faults.items())}
     seeds = ", ".join(map(str, sorted(total.failures)[:10]))
-    rows = [(what, Figure(num)) for what, num in (*counted.items(), *faults.items())]
-    spent = (
+    rows = (
+        *((what, Figure(num)) for what, num in (*counted.items(), *faults.items())),
         ("schedules/s", f"{total.schedules / wall_s:.0f} on {processes} processes"),
         ("processor ms per schedule", f"{1e3 * total.cpu_s / total.schedules:.2f}"),
         ("seeds of failures", seeds or "-"),
     )
-    columns = (Column("what"), Column("how many", ",.10g"))
     return Result(
         about=about,
-        tables=(Table("", columns, (*rows, *spent)),),
+        tables=(Table("", (Column("what"), Column("how many", ",.10g")), rows),),
         targets=(Target("schedules in which an invariant did not hold", 0, len(total.failures)),),
     )
 
@@ -191,23 +186,10 @@ def of_quorums(total: ft.Outcome) -> dict[str, float]:
     }
 
 
-def of_submissions(total: submission.Outcome) -> dict[str, float]:
-    return {
-        "schedules": total.schedules,
-        "calls of Slurm": total.events,
-        **{f"the user reads: {kind}": num for kind, num in sorted(total.texts.items())},
-        "submissions checked": total.checks,
-    }
-
-
 def percentile(seconds: Counter[int], share: float) -> int:
     """Return the seconds within which this share of the schedules was well; 0 if there is none."""
-    seen = 0
-    for second, num in sorted(seconds.items()):
-        seen += num
-        if seen >= share * seconds.total():
-            return second
-    return 0
+    ordered = sorted(seconds.elements())
+    return ordered[math.ceil(share * len(ordered)) - 1] if ordered else 0
 
 
 if __name__ == "__main__":

@@ -2,18 +2,22 @@
 
 Half of the faults are preemptions that save, a quarter are nodes that die, a quarter workers that
 fail. A node that was lost comes back two minutes later. Each round leaves a file of output for each
-rank; the rest is what agents and leaders write: events, progress, status, result.
+rank; the rest is what agents and leaders write: decisions, events, progress, status, result.
 """
 
 import json
 import os
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic.config.schema import NodeRange, RunSettings, SlurmSettings
+from hpc_elastic.rendezvous.decision_log import DecisionLog
+from hpc_elastic.rendezvous.effects import RemoveEntries
+from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
+from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, RoundRules, claim
 from hpc_elastic.rendezvous.run_status import spacing_s
 from hpc_elastic.run import registry
 from hpc_elastic.run.directory import Entry, PoolTerms, RunDir, RunSpec
@@ -70,9 +74,8 @@ class History:
         spacing = (self.end - self._start) / (self._plan.num_faults + 1)
         for number in range(1, self._plan.num_faults + 1):
             self._fault(number, self._start + number * spacing)
-        rounds, restarts = len(self.rounds), self.restarts
-        status = {"status": "succeeded", "rounds": rounds, "restarts": restarts}
-        self._event(self.end, "end", 0, **status)
+        spent = {"rounds": len(self.rounds), "restarts": self.restarts}
+        self._event(self.end, "end", 0, status="succeeded", **spent)
 
     def _fault(self, number: int, time: float) -> None:
         slot = self._random.randrange(1, self._plan.num_nodes)
@@ -151,8 +154,7 @@ def write(folder: Path, plan: Plan, now: float, *, output: bool = True) -> RunDi
     (submission / "logs").mkdir(parents=True)
     (submission / "array-0.jobid").write_text(f"{JOB}\n")
     slots = [(0, slot) for slot in range(plan.num_nodes)]
-    run = RunDir(folder / "run")
-    entry = Entry("function", "train", module="m")
+    run, entry = RunDir(folder / "run"), Entry("function", "train", module="m")
     settings = RunSettings(NodeRange(1, plan.num_nodes), 1, SlurmSettings(max_restarts=0))
     terms = [PoolTerms(30.0, 30.0, whole_nodes=False)]
     spec = RunSpec("big", str(submission), slots, entry, settings, terms)
@@ -164,6 +166,7 @@ def write(folder: Path, plan: Plan, now: float, *, output: bool = True) -> RunDi
         f.writelines(json.dumps(line) + "\n" for line in progress(history, plan))
     for made in history.rounds if output else ():
         _write_output(run, made)
+    _write_log(run, history, RoundRules.of(settings))
     result = {
         "run_id": "big", "status": "succeeded", "started": now - plan.days * DAY_S, "ended": now,
         "rounds": len(history.rounds), "restarts": history.restarts, "failure": None,
@@ -196,6 +199,22 @@ def _write_events(run: RunDir, history: History) -> None:
         lines.setdefault(event["task"], []).append(json.dumps(event) + "\n")
     for name, of_task in lines.items():
         run.events(name).write_text("".join(of_task))
+
+
+def _write_log(run: RunDir, history: History, rules: RoundRules) -> None:
+    """Append the decisions of rounds that have another leader each, which remove old ones."""
+    log, entry, endpoint = DecisionLog(run.rdzv, b"secret"), None, Endpoint("10.0.0.1", 1, "", 0)
+    for made in history.rounds:
+        entry = claim(2 * made.number - 1, entry, endpoint, made.time)
+        leader = LeaderState(entry, rules, HeartbeatConfig(1.0, 3.0), made.time, random.Random(0))
+        log.create(entry)
+        log.make_lease(entry.term).renew()
+        members = tuple(Agent(task(s), a, s, f"node{s}", 8) for s, a in made.members.items())
+        leader.at = replace(entry, index=entry.index + 1, round=made.number, members=members)
+        log.create(entry := leader.at)
+        for effect in (*leader.tick(made.time + 1.0), *leader.tick(made.time + 3.0)):
+            if isinstance(effect, RemoveEntries):
+                log.remove_old(effect.index, effect.term)
 
 
 def _write_output(run: RunDir, made: Round) -> None:

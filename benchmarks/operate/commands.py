@@ -92,31 +92,27 @@ def tried(peer: Peer, argv: list[str]) -> tuple[Peer, list[str]]:
 
     ``torchx list`` asks sacct, which needs accounting.
     """
-    if not argv:
-        return peer, argv
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=_PATIENCE_S)
-    if done.returncode == 0:
-        return peer, argv
-    said = done.stderr.strip().partition("\n")[0]
-    return replace(peer, version=None, why=f"{peer.version} fails: {said}"), []
+    if argv:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_PATIENCE_S)
+        if done.returncode:
+            said = done.stderr.strip().partition("\n")[0]
+            return replace(peer, version=None, why=f"{peer.version} fails: {said}"), []
+    return peer, argv
 
 
 def peers(torchx: str | None, slurm: bool) -> list[tuple[Peer, list[str]]]:
     """Return who else tells what runs, and by which command; none for those that are not there."""
     without = "there is no Slurm sandbox: it needs root and Slurm's programs"
     version = _first_line(["squeue", "--version"]).removeprefix("slurm-wlm").strip()
-    if slurm:
-        found = [(Peer("squeue", version, "of an empty queue"), ["squeue"])]
-    else:
-        found = [(Peer("squeue", why=without), [])]
+    squeue = Peer("squeue", version, "of an empty queue") if slurm else Peer("squeue", why=without)
+    found = [(squeue, ["squeue"] if slurm else [])]
     program = torchx or shutil.which("torchx")
     if program is None:
-        why = "it is not installed: pip install torchx, in an environment of its own, and --torchx"
-        return [*found, (Peer("torchx list", why=why), [])]
-    if not slurm:
-        return [*found, (Peer("torchx list", why=without), [])]
-    version = _first_line([program, "--version"]).removeprefix("torchx-")
-    return [*found, (Peer("torchx list", version), [program, "list", "-s", "slurm"])]
+        without = "not installed: pip install torchx, in an environment of its own, and --torchx"
+    elif slurm:
+        version = _first_line([program, "--version"]).removeprefix("torchx-")
+        return [*found, (Peer("torchx list", version), [program, "list", "-s", "slurm"])]
+    return [*found, (Peer("torchx list", why=without), [])]
 
 
 def _first_line(argv: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from hpc_elastic.config.schema import RendezvousSettings
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.leader import Leader, LeaderContext
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
-from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRules, claim
+from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, RoundRules, claim
 from hpc_elastic.rendezvous.status_writer import StatusWriter
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import EventLog
@@ -64,7 +64,9 @@ def lead(pipe: Connection, size: int, folder: Path) -> None:
 async def _lead(pipe: Connection, size: int, folder: Path) -> None:
     context = _context(size, folder)
     listener = Listener(ADDRESS)
-    entry = _claim(context.log, listener.port)
+    here = Endpoint(ADDRESS, listener.port, member(0).task, 0)
+    entry = claim(1, None, here, time.time())
+    assert context.log.create(entry)
     leader = Leader(context, member(0), entry, listener)
     leader.lead()
     over = asyncio.Event()
@@ -94,10 +96,3 @@ def _context(size: int, folder: Path) -> LeaderContext:
     log = DecisionLog(run.rdzv, SECRET)
     status = partial(StatusWriter, run, "scale", events)
     return LeaderContext(rules, heartbeat(size), SECRET, log, status, IdleScheduler(size))
-
-
-def _claim(log: DecisionLog, port: int) -> LogEntry:
-    here = Endpoint(ADDRESS, port, member(0).task, 0)
-    entry = claim(1, None, here, time.time())
-    assert log.create(entry)
-    return entry

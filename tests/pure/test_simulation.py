@@ -14,7 +14,7 @@ from simulation import MUTANTS, Simulator, run_in_parallel
 SCHEDULES = 20_000 if os.environ.get("HPC_ELASTIC_LONG") else 1_000
 MUTANT_SCHEDULES = 2_000
 FIRST = {
-    "takes an answer to an earlier question": 5_300, "no term check": 1_100,
+    "takes an answer to an earlier question": 5_300, "no term check": 2_800,
     "releases without an entry": 500, "excludes everybody": 350, "lists from the cache": 350,
     "waits for removals": 250,
 }  # fmt: skip

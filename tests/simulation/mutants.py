@@ -12,7 +12,8 @@ import random
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from hpc_elastic.rendezvous.effects import (
     Announce,
@@ -30,7 +31,7 @@ from hpc_elastic.rendezvous.failure_policy import FailurePolicy
 from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.group_change import CheckpointBarrier, GroupChange
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
-from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, LogSteps
+from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, LogFiles, LogSteps
 from hpc_elastic.rendezvous.messages import Probed, RoundInfo, RunMessage, Stop
 from hpc_elastic.rendezvous.reachability import Endpoints, Reachability
 from hpc_elastic.rendezvous.round_state import RoundState
@@ -302,13 +303,14 @@ class _ChecksItsFile(_NodeSteps):
         raise NotImplementedError
 
     def create(self, entry: LogEntry) -> Steps[bool]:
+        is_made = True
         try:
             yield partial(self._files.put, entry)
         except OSError:
             if entry.index not in (yield self._files.indices):
                 raise
-            return bool((yield partial(self._is_its_own, entry.index)))
-        return True
+            is_made = bool((yield partial(self._is_its_own, entry.index)))
+        return is_made and (yield from self.last_index()) <= entry.index
 
 
 class TrustsTheCountOfLinks(_ChecksItsFile):
@@ -341,8 +343,11 @@ class WaitsForRemovals(_NodeSteps):
 class ListsFromCache(_NodeSteps):
     """Trusts an earlier listing if the folder's time is the same."""
 
-    def last_index(self) -> Steps[int]:
-        return max((yield partial(self._node.indices, anew=False)), default=0)
+    def __init__(self, files: NodeRegister) -> None:
+        super().__init__(files)
+        indices = partial(files.indices, anew=False)
+        others = {"read": files.read, "put": files.put, "lease": files.lease}
+        self._files = cast(LogFiles, SimpleNamespace(indices=indices, **others))
 
 
 class ListsNothingBehind(LogSteps):

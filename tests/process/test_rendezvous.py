@@ -15,6 +15,7 @@ from group import PATIENCE_S, SECRET, Group, eventually, kill, open_files
 from hpc_elastic import shared_files
 from hpc_elastic.rendezvous import leader as leaders
 from hpc_elastic.rendezvous import session as sessions
+from hpc_elastic.rendezvous.leader_state import LeaderState
 from hpc_elastic.rendezvous.log_entry import Endpoint, Failure, claim
 from hpc_elastic.rendezvous.messages import End, Failed, Finished
 from hpc_elastic.transport.connection import connect
@@ -105,6 +106,26 @@ def test_agents_that_start_together_have_one_leader(group):
     g.running = frozenset(f"7_{slot}" for slot in range(8))
     g.join(*(g.agent(slot) for slot in range(8)))
     eventually(lambda: [e["term"] for e in g.events("leader")] == [1])
+
+
+def test_agents_go_on_from_the_last_entry_while_old_ones_are_removed(group, monkeypatch):
+    """Those that join late, and the one that takes over when the leader dies."""
+    monkeypatch.setattr(LeaderState, "num_kept", 1)
+    g = group(max_nodes=2)
+    leader, other = g.agent(0), g.agent(1)
+    g.join(leader, other)
+    leader, other = g.leader, g.followers[0]
+    for slot in range(2, 6):
+        kill(other)
+        other = g.agent(slot)
+        eventually(lambda: leader.stop_requested)
+        assert {r.number for r in g.join(leader, other)} == {slot}
+    eventually(lambda: g.register.indices() == {5, 6})
+    kill(leader)
+    eventually(lambda: other.stop_requested)
+    assert [(r.number, r.index) for r in g.join(other)] == [(6, 8)]
+    eventually(lambda: g.register.indices() == {7, 8})
+    assert len(list(g.run.rdzv.glob("lease.*"))) == 2
 
 
 def test_a_stale_leader_whose_port_has_another_owner_is_replaced(group):

@@ -16,7 +16,7 @@ MUTANT_SCHEDULES = 2_000
 FIRST = {
     "takes an answer to an earlier question": 5_300, "no term check": 2_800,
     "releases without an entry": 500, "excludes everybody": 350, "lists from the cache": 350,
-    "waits for removals": 250,
+    "waits for removals": 250, "takes removed entries for damaged": 1_050,
 }  # fmt: skip
 """Planted bugs that are rarely seen -> the first seed to try."""
 

@@ -115,17 +115,17 @@ def test_agents_go_on_from_the_last_entry_while_old_ones_are_removed(group, monk
     leader, other = g.agent(0), g.agent(1)
     g.join(leader, other)
     leader, other = g.leader, g.followers[0]
-    for slot in range(2, 6):
+    for slot in range(2, 5):
         kill(other)
         other = g.agent(slot)
         eventually(lambda: leader.stop_requested)
-        assert {r.number for r in g.join(leader, other)} == {slot}
-    eventually(lambda: g.register.indices() == {5, 6})
+        (before,) = {r.number for r in g.join(leader, other)}
+    eventually(lambda: 0 < len(g.register.indices()) <= 3)
     kill(leader)
     eventually(lambda: other.stop_requested)
-    assert [(r.number, r.index) for r in g.join(other)] == [(6, 8)]
-    eventually(lambda: g.register.indices() == {7, 8})
-    assert len(list(g.run.rdzv.glob("lease.*"))) == 2
+    (again,) = g.join(other)
+    assert again.number == before + 1 and g.register.last_index() == again.index
+    eventually(lambda: min(g.register.indices()) > 3)
 
 
 def test_a_stale_leader_whose_port_has_another_owner_is_replaced(group):
@@ -315,6 +315,7 @@ def removed(tmp_path, monkeypatch):
         group = Group(tmp_path / "run", **sizes)
         agents = [group.agent(slot) for slot in range(2)]
         group.join(*agents)
+        eventually(lambda: group.register.lease(1))  # a leader creates no other file there
         shutil.rmtree(tmp_path / "run")
         return group, agents
 

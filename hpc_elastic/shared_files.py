@@ -216,9 +216,17 @@ def _ask_about(path: Path) -> None:
         raise OSError(error, os.strerror(error), str(path))
 
 
+_mounts: dict[int, Mount] = {}
+"""By the device of a file system: two of NFS with different options are two."""
+
+
 @functools.lru_cache(4096)
 def _mount_of(path: Path) -> Mount:
-    return Mount.of(path)
+    try:
+        device = path.stat().st_dev
+    except OSError:
+        return Mount.of(path)
+    return _mounts.get(device) or _mounts.setdefault(device, Mount.of(path))
 
 
 def is_there(path: Path) -> bool:

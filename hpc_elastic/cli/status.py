@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from hpc_elastic._console import console, plain_table
+from hpc_elastic._console import add_rows, console, plain_table
 from hpc_elastic._util import counted, duration, node_time, sigterm_as_interrupt
 from hpc_elastic.cli import options
 from hpc_elastic.errors import HpcElasticError
@@ -545,6 +545,7 @@ def _print_runs(runs: Sequence[Listed], *, cut: bool) -> None:
     for name in ("submitted", "overrides", "directory") if wide else ():
         table.add_column(name, overflow="fold")
     here = Path.cwd()
+    rows = []
     for run in runs:
         path, title = Path(run.run), Text(run.run_id, style="bold")
         place = str(path.relative_to(here)) if path.is_relative_to(here) else run.run
@@ -553,14 +554,14 @@ def _print_runs(runs: Sequence[Listed], *, cut: bool) -> None:
         for line in () if wide else filter(None, more):
             title.append(f"\n  {line}", style="dim not bold")
         of = f" of {run.total_steps:,}" if run.total_steps else ""
-        table.add_row(
-            title,
-            Text(run.state, style=PHASES.get(run.state, "")),
+        figures = (
             "" if run.step is None else f"{run.step:,}{of}",
             "" if run.loss is None else f"{run.loss:.4g}",
             "" if run.nodes is None else str(run.nodes),
-            *(map(Text, more) if wide else ()),
         )
+        state = Text(run.state, style=PHASES.get(run.state, ""))
+        rows.append([title, state, *map(Text, (*figures, *(more if wide else ())))])
+    add_rows(out, table, rows)
     out.print(table)
     if cut:
         out.print(f"showing the newest {len(runs)} (--all for every run)", style="dim")

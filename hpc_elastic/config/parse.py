@@ -127,6 +127,14 @@ class GroupReader:
 _LARGEST = 1 << 63
 
 
+@cache
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...], set[Any]]:
+    """Return origin and arguments of an annotation, and those of its types that have one form."""
+    origin, args = get_origin(hint), get_args(hint)
+    types = args if origin in (Union, UnionType) else (hint,)
+    return origin, args, {str, bool, type(None)} & set(types)
+
+
 def restored(hint: Any, value: Any) -> Any:
     """Return a value from a JSON file in the type of its annotation (pure).
 
@@ -134,9 +142,9 @@ def restored(hint: Any, value: Any) -> Any:
     absent keys have their defaults. A number is finite, and an integer has at most 64 bits: Python
     fails at larger ones in many places.
     """
-    if hint is type(value) and hint in (str, bool):  # most values; what follows takes longer
+    origin, args, plain = _parts(hint)
+    if type(value) in plain:  # most values; what follows takes longer
         return value
-    origin, args = get_origin(hint), get_args(hint)
     if isinstance(value, dict) and is_dataclass(hint):
         hints = type_hints(hint)
         return cast(type, hint)(**{name: restored(hints[name], v) for name, v in value.items()})

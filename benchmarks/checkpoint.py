@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint.py --gib 1 --repeats 7 --directory /some/disk
 
-`ABOUT` says what is measured. Files are removed and the disk is synced between two turns.
+METHODS.md says what is measured. Files are removed and the disk is synced between two turns.
 
 *compared*: what the first save of several ranks does besides: samples of all tensors, which rank 0
 compares; the same CPU time counts for each rank. With ``--steps``, a training is timed too, alone
@@ -25,8 +25,8 @@ import torch.distributed as dist
 from checkpoint import floors, training
 from checkpoint.candidates import WAYS, State, Way, begin_group
 from evidence.machine import package_version
-from evidence.result import About, Column, Figure, Peer, Result, Table, Target, figure
-from evidence.show import options, present
+from evidence.result import Column, Figure, Peer, Result, Table, Target, figure
+from evidence.show import about, options, present
 
 from hpc_elastic.checkpoint.collectives import RankGroup
 from hpc_elastic.checkpoint.samples import Comparer
@@ -39,28 +39,7 @@ READ = "floor: read + checksum"
 MOST_COMPARED_MS = 5.0
 """For each GB of the state, at the first save."""
 COLUMNS = ("blocked", "total", "cold restore", "warm restore")
-ABOUT = About(
-    title="Checkpoints",
-    measured="Saving and restoring one state of tensors of 64 MiB in one process, ours beside "
-    "torch's ways and beside floors: a copy of the same tensors into warm buffers (memmove, "
-    "torch's copy), a plain write and fsync (through the page cache, and past it), a plain read "
-    "with a checksum. *blocked*: until the training may change the tensors again; *total*: until "
-    "it is on disk (ours: checksummed, synced, committed); *restore*: until the state is filled "
-    "(ours: verified), with nothing of it in the page cache, and once more. All ways take turns in "
-    "a random order. Where steps are shown: how much saves slow a training that uses every core.",
-    does_not_show=(
-        "A parallel file system, or many ranks that write at once: this is one rank and one disk.",
-        "GPUs: the tensors are in main memory, and no copy from a device is counted.",
-        'Equal work in "total / write + fsync": ours is written past the page cache, which cost '
-        "0.06 s of CPU time a GiB where that was measured, and the other way 2 to 3 s. The ratio "
-        "to a direct write is one of equal work.",
-        "How long a save takes beside a training that keeps every core busy, but where steps are "
-        "shown: ours gets what is left, and takes several times as long as DCP's.",
-        "A first restore: a virtual machine may have to get the memory of the page cache from its "
-        "host; it does not count. Rounds of the steps in which the host took over 5 % of the "
-        "cores are left out.",
-    ),
-)
+ABOUT = about("Checkpoints")
 Times = dict[tuple[str, str], list[float]]
 """Seconds by way and what was measured."""
 

@@ -14,8 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from evidence.result import About, Column, Result, Table, Target, figure
-from evidence.show import options, present
+from evidence.result import Column, Result, Table, Target, figure
+from evidence.show import about, options, present
 
 from hpc_elastic.run.events import read_events
 
@@ -53,16 +53,7 @@ if __name__ == "__main__":
 """
 PATIENCE_S = 1800
 STARTS = ("first start", "restart, with the run's graphs", "restart, without")
-ABOUT = About(
-    title="The first step after a restart, with torch.compile",
-    measured="From the start of a warm worker to its first step, of a transformer of one layer "
-    "that is compiled for a CPU (g++), where the folder of compiled graphs of the node is new.",
-    does_not_show=(
-        "GPUs: there Triton's kernels are among the graphs, while for CPUs g++ compiles the loaded "
-        "graphs once more.",
-        "A restart on the same node with the same /tmp: torch finds its own graphs there.",
-    ),
-)
+ABOUT = about("The first step after a restart, with torch.compile")
 
 
 def measure() -> list[float]:

@@ -4,8 +4,8 @@
     pip install 'hpc_elastic[bench]'
     python benchmarks/ft.py [--parts a b ...] [--quick] [--samples FILE]
 
-`ABOUT` says what each part measures. Workers are forked after their imports. Parts j, which takes
-root, and k are measured only if they are asked for. Each cell is a median, with its range and
+METHODS.md says what each part measures. Workers are forked after their imports. Parts j, which
+takes root, and k are measured only if they are asked for. Each cell is a median, with its range and
 number of samples.
 """
 
@@ -15,8 +15,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from evidence.machine import Steal, package_version
-from evidence.result import About, Peer, Result
-from evidence.show import options, present, rich_table
+from evidence.result import Peer, Result
+from evidence.show import about, options, present, rich_table
 from ft import faults, healing, joins, overhead, returns, rounds, sharded
 from ft.libraries import OURS, PEER, is_installed
 from ft.report import Row, Settings, table
@@ -50,37 +50,7 @@ PARTS: dict[str, Callable[[Settings], Iterator[Row]]] = {
 
 USUAL_PARTS = tuple("abcdefghi")
 
-ABOUT = About(
-    title="Fault tolerance per step, beside torchft",
-    measured="One process a replica, on CPU gloo over loopback; the workers of both libraries run "
-    "the same lines and take turns. (a) A step of start_quorum, allreduce and "
-    "should_commit, less a plain gloo step of the same process; both take turns. (b) "
-    "SIGKILL of a replica to the next commit of the others. (c) The lighthouse is killed, "
-    "and comes back or does not: the longest gap between commits, and who crashes. (d) A "
-    "replica comes to others that train: from its imports to its first commit, and how long "
-    "the others' longest step takes meanwhile. (e) A state of 1 GB is fetched from peers. "
-    "(f) A round of the quorum; of groups of eight ranks over sockets, and the decisions "
-    "alone, simulated. (g) SIGSTOP of a replica to the others' next commit. (h) Two replica "
-    "groups of two ranks, with a collective inside the group in each step; sizes are those "
-    "of a rank's shard. (i) The check for silent data corruption: the longer commit of the "
-    "steps that have it, of the time of 100 steps. (j) A replica with a large "
-    "state comes to others over a network of 200 MB/s: how long they wait, more than a step of "
-    "theirs takes. (k) A fresh replica with a sharded model joins one that trains, both of two "
-    "ranks: whether all bits are equal after 30 steps, and the other's failed steps. A bound (15 s "
-    "for ours, 75 s for torchft) stands where somebody did not go on at all.",
-    does_not_show=(
-        "NCCL and GPUs: all of this is gloo on CPU.",
-        "A network, or nodes: all replicas share the cores and the memory of one machine; "
-        "healing is limited by memory copies there.",
-        "Overhead of a step with a forward pass: the time of these is the collective's. Rounds "
-        "of parts a and h in which the host took more than 5 % of the cores are left out.",
-        "Gaps below 1 step: the others' longest gap is one of many steps, so that it is above "
-        "the median of them even where nobody is held up.",
-        "Groups of eight ranks on nodes of their own: what their ranks and their manager server "
-        "say to each other there is not in part f.",
-        "Whole jobs: no launcher, no Slurm, no restore from disk; the recovery benchmark has them.",
-    ),
-)
+ABOUT = about("Fault tolerance per step, beside torchft")
 
 
 def main() -> None:

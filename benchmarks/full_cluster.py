@@ -3,7 +3,7 @@
 
     as root: python benchmarks/full_cluster.py
 
-`ABOUT` says what is measured. The training is submitted after some minutes, as a run of ours; as
+METHODS.md says what is measured. The training is submitted after some minutes, as a run of ours; as
 one job, with a time limit that is long enough; by hydra-submitit-launcher, whose job is requeued at
 its time limit; by torchrun in a chain of short jobs; and not at all, to see how long the other jobs
 wait by themselves. It is node time that is to be spent (`full_cluster/work.py`), without torch. All
@@ -21,9 +21,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from evidence.machine import package_version
-from evidence.result import About, Cell, Column, Figure, Peer, Result, Table, Target
+from evidence.result import Cell, Column, Figure, Peer, Result, Table, Target
 from evidence.sandbox import sandbox_of
-from evidence.show import among, options, present
+from evidence.show import about, among, options, present
 from full_cluster import account
 from full_cluster.background import OtherJob, other_jobs
 from full_cluster.replay import Contestant, Player, Replay, chain, hydra_submitit, ours, rigid
@@ -36,25 +36,7 @@ WORK_NODE_S = 1800.0
 PASS_S = 10.0
 OURS, NOBODY = "hpc_elastic, 1 to 16 nodes", "nobody"
 SOONER, USED, RIGHT, LOST = 3.0, 90.0, 80.0, 1.0
-ABOUT = About(
-    title="A full cluster",
-    measured="Sixteen nodes of the Slurm sandbox, backfill every 10 s, an hour in which other "
-    "jobs of 1 to 16 nodes and 1 to 20 minutes ask for 70 % and 90 % of the nodes' "
-    "time; 20 minutes of the whole cluster's work are in the queue from the begin on. "
-    "Each contestant has a sandbox and a copy of these jobs of its own, all at the same "
-    "time. The training is half an hour of one node's time. Done: from its submission "
-    "to its end. Others wait: the mean wait of the other jobs; one that has not started "
-    "has waited until the end. Lost at slot ends: the time of a node between its last step and "
-    "the end of its slot, and the pause of the nodes that stay, of the node-seconds used. Each "
-    "idle node: had the training had each node that was idle when nobody trained, at once and "
-    "for nothing.",
-    does_not_show=(
-        "A cluster: the nodes share two cores, so a start costs several times what it costs on "
-        "nodes of their own, and here an hour of a real cluster is a minute: starts are 60 times "
-        "as long beside the holes.",
-        "Users who adapt: the other jobs are submitted at fixed times.",
-    ),
-)
+ABOUT = about("A full cluster")
 CONTESTANTS = {
     "nobody": Contestant(NOBODY, None),
     "ours": Contestant(

@@ -3,7 +3,7 @@
 
     as root: python benchmarks/goodput.py --minutes 10
 
-`ABOUT` says what is measured. The trace (`goodput/trace.py`) begins once all four nodes have
+METHODS.md says what is measured. The trace (`goodput/trace.py`) begins once all four nodes have
 trained for a while. Everybody trains the same network in steps of the same length
 (`goodput/workload.py`), saves every 15 seconds, and saves when SIGTERM comes:
 
@@ -26,10 +26,10 @@ from pathlib import Path
 
 from evidence import torchrun
 from evidence.machine import package_version
-from evidence.result import About, Column, Figure, Result, Table, Target
+from evidence.result import Column, Figure, Result, Table, Target
 from evidence.result import Peer as Named
 from evidence.sandbox import sandbox_of
-from evidence.show import among, options, present, say
+from evidence.show import about, among, options, present, say
 from evidence.trails import show_ends
 from goodput.account import Account, Window, account, last_state, read_groups, undisturbed
 from goodput.peers import Peer, peers
@@ -43,26 +43,7 @@ PATIENCE_S = 180.0
 TARGET = 90.0
 """Per cent."""
 _POLL_S = 1.0
-ABOUT = About(
-    title="Goodput under preemption",
-    measured="Useful samples per available node-second, over what the same nodes make undisturbed: "
-    "ten minutes in which jobs of higher priority take nodes seven times, all four at once among "
-    "them, with Slurm's grace of five seconds. One after the other, each alone on the machine. "
-    "The other columns tell where the node-seconds went: steps that the last state contains, steps "
-    "made in vain, waiting in the queue while nobody else had the node, and all the rest "
-    "(starting, importing, joining, saving, leaving, waiting for others).",
-    does_not_show=(
-        "A cluster: four nodes of a sandbox share one machine's cores and its memory, and Slurm "
-        "schedules within seconds. Where the queue is long, queueing outweighs all else.",
-        "Large models: the state is a few hundred KB, so that saving and restoring cost nothing.",
-        "Real work: a step's length is a sleep in proportion to the samples, as on accelerators "
-        "that compute; only forward, backward, all-reduce and optimizer of a small net are real.",
-        "How the result spreads: each trace is played once.",
-        '"restarting" is mostly Python and torch imported on a node that has come back, and so '
-        'depends on the cores that the node has. "queued" is mostly Slurm\'s hold of two minutes '
-        "on a requeued job, in which the node stands idle.",
-    ),
-)
+ABOUT = about("Goodput under preemption")
 ABOUT_TOGETHER = replace(
     ABOUT,
     title="Goodput under preemption, all at once",

@@ -4,11 +4,11 @@
     python benchmarks/harvest.py
     python benchmarks/harvest.py --holes holes.npz --picture harvest.svg
 
-`ABOUT` says what is measured. ``--holes`` names the log of a real machine, with arrays ``start_s``
-and ``length_s``. `harvest.ours` has the list of what of hpc_elastic is real. torchrun with its
-defaults, torchrun tuned, and NVRx's ft_launcher stop all nodes at every change for as long as was
-measured; a chain of rigid jobs waits until all its nodes are idle for the whole length of a job
-(`harvest.peers`). Steps are linear in the number of nodes.
+METHODS.md says what is measured. ``--holes`` names the log of a real machine, with arrays
+``start_s`` and ``length_s``. `harvest.ours` has the list of what of hpc_elastic is real. torchrun
+with its defaults, torchrun tuned, and NVRx's ft_launcher stop all nodes at every change for as long
+as was measured; a chain of rigid jobs waits until all its nodes are idle for the whole length of a
+job (`harvest.peers`). Steps are linear in the number of nodes.
 """
 
 import os
@@ -21,8 +21,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evidence.result import About, Cell, Column, Figure, Peer, Result, Table, Target, figure
-from evidence.show import among, numbers, options, present
+from evidence.result import Cell, Column, Figure, Peer, Result, Table, Target, figure
+from evidence.show import about, among, numbers, options, present
 from harvest import holes, picture
 from harvest.account import Account, before
 from harvest.ours import Costs, ElasticRun, Script, rules
@@ -42,41 +42,13 @@ HEALING = 3.0
 HEAL_STALL_S = 3.5
 CHAIN_S = 3600.0
 OURS, OURS_FT = "hpc_elastic", "hpc_elastic, ft=true"
-FT_FAST = "ft=true, if healing took no longer than a restore"
-IN_MEMORY = "hpc_elastic, if nodes that stay restored from memory"
-"""And newcomers before they join: no setting does this yet. "Checkpoints of 4 GiB" has 0.4 s."""
-FROM_MEMORY_S = 1.0
 CHAIN = "a chain of one-hour jobs"
 SHAPES_OF = "the shape of the requests, at most 64 nodes, small model: share that trains"
-GROWTH_OF = "when newcomers join, at most 64 nodes, small model: share that trains"
 SHAPE_NAMES: dict[Shape, str] = {
     "qos": "a preemptible QOS", "time_min": "launcher.time_min=2", "ladder": "fixed lengths",
 }  # fmt: skip
-PARTS = ("shares", "work", "shapes", "growth")
-ABOUT = About(
-    title="Filling the holes of a busy machine, in virtual time",
-    measured="Runs of one-node tasks in the holes that other jobs leave on a machine of about "
-    "4,700 nodes, from random hours of a log of 15 days. A model of Slurm's backfill gives all "
-    "contestants the same slots. Of ours the real leader decides (rounds, growth, checkpoints at "
-    "which nodes leave, back-off, queries of Slurm, elections), and agents and workers take their "
-    "times from this page; of the peers every change of the nodes costs what was measured. "
-    "*Share*: node-seconds of steps that remain, of all that are held. *Small*: the state is read "
-    "and written at once. *Large*: a restore takes 20 s, and a save of all nodes their share of "
-    "that.",
-    does_not_show=(
-        "Slurm: its passes, priorities and limits are a model, in which the end of each hole is "
-        "known, and a task of any contestant is back in the queue after 10 s. Peers wait two "
-        "minutes there.",
-        "The start of a job on a loaded file server, or of NCCL on hundreds of nodes: a task joins "
-        "after 3.5 s, as on the sandbox.",
-        "Nodes that die without notice, lost messages, slow nodes. The simulator has these.",
-        "Throughput that is not linear in the number of nodes.",
-        "torchrun at its worst: that the end of the node that hosts its store ends all agents is "
-        "left out.",
-        "With ft=true the quorum itself: its costs are those of four replicas on one machine.",
-        'What exists, in the two rows with "if": they show what limits the others.',
-    ),
-)
+PARTS = ("shares", "work", "shapes")
+ABOUT = about("Filling the holes of a busy machine, in virtual time")
 
 
 @dataclass(frozen=True)
@@ -119,16 +91,9 @@ def large(nodes: int) -> Costs:
 def shares(log: Log, nodes: int, duration_s: float, hour: float) -> dict[str, Shares]:
     slots = log.slots(hour, nodes, "qos", duration_s)
     restoring = large(nodes)
-    fast = replace(restoring, heal_s=RESTORE_S)
-    ahead = replace(restoring, restore_s=FROM_MEMORY_S, start_s=Costs.start_s + RESTORE_S)
     ours: dict[str, dict[str, tuple[Costs, bool]]] = {
         "small": {OURS: (Costs(), False), OURS_FT: (Costs(), True)},
-        "large": {
-            OURS: (restoring, False),
-            OURS_FT: (restoring, True),
-            FT_FAST: (fast, True),
-            IN_MEMORY: (ahead, False),
-        },
+        "large": {OURS: (restoring, False), OURS_FT: (restoring, True)},
     }
     found: dict[str, Shares] = {}
     for model, contestants in ours.items():
@@ -170,30 +135,6 @@ def shapes(log: Log, nodes: int, duration_s: float, hour: float) -> dict[str, Sh
             OURS: share(ours, slots, duration_s),
             TORCHRUN_TUNED.name: share(tuned, slots, duration_s),
         }
-    return found
-
-
-GROWTH: dict[str, tuple[str, Script]] = {
-    "scale_up=checkpoint, the default: at a step that all agree on": ("checkpoint", Script()),
-    "held back until a checkpoint of the script, every 5 min": (
-        "checkpoint", Script(grows_at_own=True),
-    ),
-    "held back likewise, every minute": (
-        "checkpoint", Script(grows_at_own=True, save_every_s=60.0),
-    ),
-    "scale_up=immediate, a checkpoint every 5 min": ("immediate", Script()),
-    "scale_up=immediate, every minute": ("immediate", Script(save_every_s=60.0)),
-    "scale_up=on_restart": ("on_restart", Script()),
-    "a script that asks at no step, and saves every 5 min": ("checkpoint", Script(polls=False)),
-}  # fmt: skip
-
-
-def growth(log: Log, nodes: int, duration_s: float, hour: float) -> dict[str, Shares]:
-    slots = log.slots(hour, nodes, "qos", duration_s)
-    found: dict[str, Shares] = {}
-    for name, (scale_up, script) in GROWTH.items():
-        run = ElasticRun(slots, rules(nodes, scale_up=scale_up), Costs(), script, seed=1)
-        found[name] = {OURS: share(run.run(duration_s), slots, duration_s)}
     return found
 
 
@@ -351,8 +292,6 @@ def main() -> None:
             targets += work_targets(worked)
         if "shapes" in given.parts:
             tables.append(plain_table(SHAPES_OF, of_all(partial(shapes, log, 64, window_s), 0.25)))
-        if "growth" in given.parts:
-            tables.append(plain_table(GROWTH_OF, of_all(partial(growth, log, 64, window_s), 0.25)))
     if given.picture:
         slots, ahead = log.slots(hours[0], 64, "qos", 3600 * WORK_H), log.read()
         account = ElasticRun(slots, rules(64), Costs(), Script(), seed=1).run(3600 * WORK_H)
@@ -360,7 +299,7 @@ def main() -> None:
         given.picture.write_text(picture.draw(shown, account, 64, WORK_H))
     notes = (
         f"{given.starts} random hours, {given.hours:g} h from each for shares; half of them for "
-        "the hours until a training is done, a quarter for the last two tables. The log begins "
+        "the hours until a training is done, a quarter for the last table. The log begins "
         "again at its end. A share without brackets is of all runs together.",
         "Tasks of a preemptible QOS (NoReserve) unless a table has other shapes: a slot is all "
         "that is left of a hole, and the run has 30 s of grace at its end.",

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evidence.result import About, Column, Result, Table, Target, figure
-from evidence.show import options, present, say
+from evidence.result import Column, Result, Table, Target, figure
+from evidence.show import about, options, present, say
 from islands.crew import NAMES, Crew
 from islands.worker import STEP_S
 
@@ -21,23 +21,7 @@ from hpc_elastic.ft.coordination import LighthouseServer
 from hpc_elastic.islands.outer_round import OuterRound, last_index, round_name
 
 CASES = (("synchronous", False), ("islands", False), ("islands", True))
-ABOUT = About(
-    title="DiLoCo between islands",
-    measured="Tokens (here: inner steps) per second that outer rounds have counted, of four "
-    "islands that share only a folder, and of four replicas of the synchronous DiLoCo, which "
-    "average through gloo. A step sleeps 50 ms; each of two fragments of 1 MiB is exchanged every "
-    "40 steps (2 s); the grace time is 1 s. Without faults, and with a fault about every 20 s, the "
-    "pace of the soak: a process is killed and started again at once, or paused for 1 to 5 s. "
-    "Share of files: time for which steps were held up, and time of the thread beside them.",
-    does_not_show=(
-        "A shared file system: the folder is on a local disk.",
-        "Large fragments: 1 MiB is written in milliseconds. Writing takes place beside the steps.",
-        "Rounds of 30 s or more: a kill costs what was trained since the last contribution, here "
-        "1 s on the average beside the start of Python and torch. With contributions every 30 s it "
-        "would cost 15 s, and as frequent faults some 12 % of the goodput.",
-        "Learning: what late contributions are worth for a loss is not measured.",
-    ),
-)
+ABOUT = about("DiLoCo between islands")
 
 
 @dataclass(frozen=True)

@@ -26,22 +26,13 @@ from functools import partial
 from pathlib import Path
 
 from evidence.needs import KERNELS, SANDBOX
-from evidence.result import About, Cell, Column, Figure, Result, Table
-from evidence.show import options, present
+from evidence.result import Cell, Column, Figure, Result, Table
+from evidence.show import about, options, present
 from kernel_nfs import runs, visibility
 from kernel_nfs.cluster import FOLDER, Cluster, cluster
 
 MOUNTS = ("vers=3", "vers=4.2", "vers=3,nocto", "vers=4.2,nocto")
-ABOUT = About(
-    title="The kernel's own NFS client",
-    measured="Two machines, and then a run on three with its login node on a fourth, each with a "
-    "kernel of its own (user-mode Linux) that mounts one folder of the kernel's nfsd.",
-    does_not_show=(
-        "Speed: a user-mode Linux has one processor, and its system calls are slow; all machines "
-        "share this one's processors.",
-        "Other kernels than Debian's user-mode Linux, other servers than the kernel's.",
-    ),
-)
+ABOUT = about("The kernel's own NFS client")
 _LIMIT_S = 45.0
 """Longer than a folder's attributes live at first (acdirmin, 30 s)."""
 _OWNER, _OTHER = "node1", "node2"

@@ -3,9 +3,9 @@
 
     as root: python benchmarks/recovery.py --repeats 3
 
-`ABOUT` says what is measured, `recovery/faults.py` how each fault is made, `recovery/peers.py` who
-runs the training, which is the same for all. A fault comes when the whole group has trained for a
-while, so that our spares have imported torch; they do it slowly.
+METHODS.md says what is measured, `recovery/faults.py` how each fault is made, `recovery/peers.py`
+who runs the training, which is the same for all. A fault comes when the whole group has trained for
+a while, so that our spares have imported torch; they do it slowly.
 
 Of torchrun nothing is known between the fault and the start of the worker; of ours:
 
@@ -27,10 +27,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from evidence import torchrun
-from evidence.result import About, Cell, Column, Figure, Result, Table, Target, figure
+from evidence.result import Cell, Column, Figure, Result, Table, Target, figure
 from evidence.result import Peer as Named
 from evidence.sandbox import sandbox_of
-from evidence.show import among, options, present, say
+from evidence.show import about, among, options, present, say
 from recovery.faults import (
     CASES,
     NEWCOMER,
@@ -50,30 +50,7 @@ PEERS = ["ours", "c10d", "c10d-tuned"]
 TARGET_S = 5.0
 TARGET_OWN_S = 1.0
 _LOST = ("follower", "leader-agent", "leader-node")
-ABOUT = About(
-    title="Recovery from a fault",
-    measured="From a fault to the next training step of a group of four nodes of the Slurm "
-    "sandbox, one worker a node, steps of 30 ms; ours with its default settings beside torchrun "
-    "with its own and with the best that were found, and NVIDIA's ft_launcher (with torchrun's "
-    "options) where it is installed. Ours ends with a step on a node that was not hit; a node that "
-    "joins counts from the start of its task until a step of the larger group. A trainer that "
-    'stands still for two minutes is given up ("no step").',
-    does_not_show=(
-        "Large models and their restore: the checkpoint is a few KB, so that reading it costs "
-        'nothing, and "steps repeated" follows from saving every 20 steps.',
-        "A network: all nodes are network namespaces of one machine, and none is slow or far.",
-        "NCCL: the workers use gloo on CPU.",
-        '"no step" and "all die" of stock torchrun: it stops the workers that a membership '
-        "change finds and starts them again with another prefix of the shared store than the "
-        "others'; its store's host is node 1, so that the loss of the leader's agent or node ends "
-        "all agents.",
-        "ft_launcher at its best: the script reports no heartbeats to it, and nothing is tuned.",
-        "Equal cost where a node joins: ours waits for the next checkpoint (here every 20 steps) "
-        "and repeats no step; torchrun interrupts, and repeats what was done since the last one.",
-        "Workers without spares: ours has prewarmed ones (the default), which had imported torch "
-        'before the fault; `--settings \'{"agent":{"warm_workers":false}}\'` does without.',
-    ),
-)
+ABOUT = about("Recovery from a fault")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 
     python benchmarks/rendezvous_scale.py --repeats 3
 
-`ABOUT` says what is measured. For both, min nodes = max nodes = N. Of ours there are heartbeats,
+METHODS.md says what is measured. For both, min nodes = max nodes = N. Of ours there are heartbeats,
 events, status and entries as in a run, but no store for the workers is started; in *again* all are
 told to stop and join again. A run of c10d that takes longer than ``--peer-limit-s`` is given up
 (``> X``). Of ours the lines and the TCP payload are counted; of c10d the requests to the store with
@@ -22,8 +22,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from evidence.machine import package_version
-from evidence.result import About, Cell, Column, Figure, Peer, Result, Table, Target, figure
-from evidence.show import numbers, options, present, say
+from evidence.result import (
+    Cell,
+    Column,
+    Figure,
+    Peer,
+    Result,
+    Table,
+    Target,
+    exponent,
+    figure,
+)
+from evidence.show import about, numbers, options, present, say
 from rendezvous_scale import agents, leading, peer
 from rendezvous_scale.process import NoAnswerError, answer, side
 
@@ -34,24 +44,7 @@ Peers = dict[int, list[peer.PeerReached | None]]
 OURS = "hpc_elastic"
 TARGET_256_S, TARGET_RATIO, TARGET_EXPONENT, TARGET_10000_S = 0.3, 50.0, 1.1, 5.0
 
-ABOUT = About(
-    title="Rendezvous of N agents",
-    measured='From "all agents go", before they connect, until the last of N has its rank, over '
-    'real sockets of 127.0.0.1; "again" is the next round, after one of them was lost and came '
-    "back; quiet is the leader's share of a core by heartbeats alone, for 5 s between the two. Of "
-    "ours the leader is one process and all agents another; of torch's c10d there are threads in "
-    "four processes and a TCPStore (libuv) in one of its own. Messages and bytes are both ways, "
-    "per agent, until the last has its rank. The exponent is the slope of log time over log N.",
-    does_not_show=(
-        "A network: neither latency, nor loss, nor the connections that a node's kernel or a "
-        "switch can take. All agents of ours share one core and the leader has the other.",
-        "The start of workers and their store, which follows.",
-        "Messages and bytes beyond a thousand agents grow only by the heartbeats that fall into "
-        "the time that the round takes to form.",
-        "c10d where the reverse look-up of 127.0.0.1 does not answer: torch's store then stalls "
-        "for 5 s at a time.",
-    ),
-)
+ABOUT = about("Rendezvous of N agents")
 
 
 @dataclass(frozen=True)
@@ -170,12 +163,6 @@ def _middle(samples: Sequence[float]) -> Figure:
 def first_s(measured: Sequence[Ours]) -> float:
     """Return the median time of the first round; infinite where every one was given up."""
     return statistics.median([m.first.wall_s for m in measured] or [math.inf])
-
-
-def exponent(seconds: Mapping[int, float]) -> float:
-    """Return b of t = a * N**b, by least squares of log t over log N."""
-    points = [(math.log(n), math.log(t)) for n, t in seconds.items() if t < math.inf]
-    return statistics.linear_regression(*zip(*points, strict=True)).slope
 
 
 def targets(ours: Mapping[int, Sequence[Ours]], peers: Peers, limit_s: float) -> Iterator[Target]:

@@ -2,7 +2,7 @@
 
     as root: python benchmarks/requeue.py --repeats 5
 
-`ABOUT` says what is measured, from the last command of the preempting job on:
+METHODS.md says what is measured, from the last command of the preempting job on:
 
 - hpc_elastic: ``python script.py launcher=slurm nodes=1``, the real launcher. The whole run is
   taken, so nobody helps from outside;
@@ -21,15 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evidence.machine import package_version
-from evidence.result import About, Column, Peer, Result, Table, Target, figure
+from evidence.result import Column, Peer, Result, Table, Target, figure
 from evidence.sandbox import sandbox_of
-from evidence.show import options, present, say
+from evidence.show import about, options, present, say
 from requeue.candidates import Candidate, hpc_elastic, plain_requeue, submitits_checkpoint
 
 from hpc_elastic.run.task_name import job_of
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import Phase
 from slurm_sandbox import SandboxConfig
+from slurm_sandbox.processes import wait_until
 
 OURS = "hpc_elastic"
 CANDIDATES: dict[str, Callable[[Path, str], Candidate]] = {
@@ -39,19 +40,7 @@ CANDIDATES: dict[str, Callable[[Path, str], Candidate]] = {
 }
 TARGET_S = 5.0
 PATIENCE_S = 240.0
-ABOUT = About(
-    title="Preempted tasks run again",
-    measured="Three jobs of one node each on the Slurm sandbox, preempted by one and the same job "
-    "for 20 s (grace of 5 s): from the end of the job that had taken the node until Slurm calls "
-    "the preempted task RUNNING again, and until the user's function begins, torch imported.",
-    does_not_show=(
-        "A busy queue: nobody else wants the nodes, so that what is left is Slurm's hold of two "
-        "minutes on a requeued job, less the 20 s of the preemption.",
-        "Other schedulers' settings: this Slurm looks at its queue every few seconds.",
-        'The starts themselves ("begins" less "runs"): they are Python and torch imported, '
-        "on as many cores as the machine has to spare.",
-    ),
-)
+ABOUT = about("Preempted tasks run again")
 
 
 @dataclass(frozen=True)
@@ -62,14 +51,6 @@ class Back:
     begins_s: float
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"never: {what}")
-        time.sleep(0.1)
-
-
 def preempt(
     jobs: Mapping[str, Candidate], folder: Path, nodes: list[str], for_s: float
 ) -> dict[str, Back]:
@@ -77,10 +58,8 @@ def preempt(
     before = {name: len(job.moments()) for name, job in jobs.items()}
     ended = _take_nodes(folder, nodes, for_s)
     runs = _running_since(jobs)
-    wait_until(
-        lambda: all(len(job.moments()) > before[name] for name, job in jobs.items()),
-        "all jobs begin again",
-    )
+    again = lambda: all(len(job.moments()) > before[name] for name, job in jobs.items())  # noqa: E731
+    wait_until("all jobs begin again", again, PATIENCE_S)
     begun = {name: job.moments()[before[name]] for name, job in jobs.items()}
     return {name: Back(runs[name] - ended, begun[name] - ended) for name in jobs}
 
@@ -93,7 +72,8 @@ def _take_nodes(folder: Path, nodes: list[str], for_s: float) -> float:
     work = f"--wrap=sleep {for_s}; date +%s.%N > {done}"
     subprocess.run([*argv, work], check=True, stdout=subprocess.DEVNULL)
     time.sleep(for_s)
-    wait_until(lambda: done.exists() and bool(done.read_text()), "the preempting job ends")
+    is_done = lambda: done.exists() and bool(done.read_text())  # noqa: E731
+    wait_until("the preempting job ends", is_done, PATIENCE_S)
     return float(done.read_text())
 
 
@@ -110,7 +90,7 @@ def _running_since(jobs: Mapping[str, Candidate]) -> dict[str, float]:
                 since.setdefault(name, now)
         return len(since) == len(jobs)
 
-    wait_until(all_run, "all jobs run again")
+    wait_until("all jobs run again", all_run, PATIENCE_S)
     return since
 
 
@@ -124,7 +104,8 @@ def measure(repeats: int, for_s: float) -> dict[str, list[Back]]:
             for (name, start), node in zip(CANDIDATES.items(), nodes, strict=True)
         }
         try:
-            wait_until(lambda: all(job.moments() for job in jobs.values()), "all jobs begin")
+            begun = lambda: all(job.moments() for job in jobs.values())  # noqa: E731
+            wait_until("all jobs begin", begun, PATIENCE_S)
             for _ in range(repeats):
                 for name, back in preempt(jobs, folder, nodes, for_s).items():
                     backs[name].append(back)

@@ -3,7 +3,7 @@
 
     python benchmarks/scale.py --rows events,runs
 
-`ABOUT` says what is measured. The runs are made up by `operate/big_run.py`.
+METHODS.md says what is measured. The runs are made up by `operate/big_run.py`.
 """
 
 import os
@@ -18,22 +18,12 @@ from itertools import pairwise
 from math import log
 from pathlib import Path
 
-from evidence.result import About, Cell, Column, Figure, Result, Table, Target, figure
-from evidence.show import among, options, present
+from evidence.result import Cell, Column, Figure, Result, Table, Target, figure
+from evidence.show import about, among, options, present
 from operate import big_run
 from operate.big_run import Plan
 
-ABOUT = About(
-    title="What grows",
-    measured="The CPU time and the memory of commands, each a process of its own, over three sizes "
-    "of a row, all in turns, and the files of the runs. The exponent is that by which the "
-    "differences between them grow, so that what each start costs does not matter.",
-    does_not_show=(
-        "A shared file system: all files are on a local disk, in the page cache.",
-        "The run is made up: its rounds are alike, and it has no ledger and no output files, of "
-        "which an agent keeps those of 22 rounds.",
-    ),
-)
+ABOUT = about("What grows")
 MOST = 1.05
 """Largest exponent."""
 FLOORS = 0.05, 16.0

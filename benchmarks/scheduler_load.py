@@ -3,7 +3,7 @@
 
     as root: python benchmarks/scheduler_load.py --sizes 16,32
 
-`ABOUT` says what is measured. The worker of each node needs no torch. Commands are counted in
+METHODS.md says what is measured. The worker of each node needs no torch. Commands are counted in
 programs that stand before Slurm's own on the PATH, requests by sdiag.
 """
 
@@ -14,18 +14,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from evidence.result import About, Column, Figure, Result, Table, Target
+from evidence.result import Column, Figure, Result, Table, Target
 from evidence.sandbox import sandbox_of
-from evidence.show import numbers, options, present
+from evidence.show import about, numbers, options, present
 
 from hpc_elastic.run.events import read_events
 from slurm_sandbox import SandboxConfig, SlurmSandbox
+from slurm_sandbox.processes import wait_until
 
 PATIENCE_S = 300.0
+until = partial(wait_until, timeout_s=PATIENCE_S)
 MINUTE_S = 60.0
 TRAINS_S = 120.0
 SETTLES_S = 30.0
@@ -38,22 +40,7 @@ RPCS = re.compile(
     r"SUBMIT_BATCH_JOB)\s.*?count:(\d+)"
 )
 """What sdiag says of the requests that these commands make."""
-ABOUT = About(
-    title="What the scheduler is asked",
-    measured="A run that wants all nodes of a Slurm sandbox, its launcher and all its agents "
-    "together: calls of squeue, scontrol, sinfo, scancel and sbatch in a minute. *waits*: half of "
-    "its nodes are there, the others are busy; the busiest minute from the command on. *trains*: "
-    "the mean of two minutes. *preempted*: all nodes are taken at once, for 20 s; the busiest "
-    "minute from then on. *waits for gaps*: half of the nodes train, and launcher.time_min fits "
-    "the limits of the waiting tasks; the mean of two minutes. Requests: what slurmctld counts of "
-    "them, a minute. Then 200 runs that wait, watched by one launcher.",
-    does_not_show=(
-        "srun, which is called once for each start of a task, and speaks to slurmctld, too.",
-        "Another release of Slurm than the one of this machine: where the end of a task's time "
-        "stands in its environment (since 23), no agent asks for it.",
-        "`status --watch` and other commands of the user's own.",
-    ),
-)
+ABOUT = about("What the scheduler is asked")
 SCRIPT = """
 import time
 from pathlib import Path
@@ -174,16 +161,16 @@ def of_run(sandbox: SlurmSandbox, size: int, quick: bool) -> list[Calls]:
         settings = ["launcher.agent.warm_workers=false", "launcher.below_min_timeout_s=null"]
         launcher = start(folder, counter, f"nodes={size}:{size}", *settings)
         try:
-            until(lambda: len(events(run, "joined")) >= size // 2, "half of the nodes have come")
+            until("half of the nodes have come", lambda: len(events(run, "joined")) >= size // 2)
             found = [counter.during("waits", 90.0 / shorter, since=began)]
             sandbox.run(["scancel", busy])
-            until(lambda: len(events(run, "round")) == 1, "all train")
+            until("all train", lambda: len(events(run, "round")) == 1)
             time.sleep(SETTLES_S)
             found.append(counter.during("trains", TRAINS_S / shorter))
             taken = time.time()
             sandbox.preempt(range(1, size + 1), 20.0)
             found.append(counter.during("preempted", 90.0 / shorter, since=taken))
-            until(lambda: len(events(run, "round")) == 2, "all train again")
+            until("all train again", lambda: len(events(run, "round")) == 2)
             (folder / "done").touch()
             launcher.wait(PATIENCE_S)
         finally:
@@ -200,7 +187,7 @@ def of_gaps(sandbox: SlurmSandbox, size: int, quick: bool) -> Calls:
         launcher = start(folder, counter, f"nodes=1:{size}", *slots)
         try:
             run = folder / "runs" / "0"
-            until(lambda: len(events(run, "joined")) >= size // 2, "half of the nodes have come")
+            until("half of the nodes have come", lambda: len(events(run, "joined")) >= size // 2)
             time.sleep(SETTLES_S)
             return counter.during(GAPS, TRAINS_S / (4.0 if quick else 1.0))
         finally:
@@ -212,7 +199,7 @@ def occupy_half(sandbox: SlurmSandbox, size: int) -> str:
     size_of_job = [f"-N{size // 2}", "--exclusive", "-o", "/dev/null", "--chdir=/"]
     busy = sandbox.run(["sbatch", "--parsable", *size_of_job, "--wrap=sleep 3600"]).stdout
     running = ["squeue", "-h", "-t", "RUNNING", "-o", "%i"]
-    until(lambda: sandbox.run(running).stdout.strip(), "half of the nodes are busy")
+    until("half of the nodes are busy", lambda: sandbox.run(running).stdout.strip())
     return busy.strip()
 
 
@@ -223,7 +210,7 @@ def of_sweep(sandbox: SlurmSandbox, num_runs: int) -> Calls:
         held = ["launcher.sbatch={hold:true}", f"+x=range({num_runs})"]
         launcher = start(Path(name), counter, "nodes=1:4", *held)
         try:
-            until(lambda: "squeue" in counter.log.read_text(), "the sweep is submitted")
+            until("the sweep is submitted", lambda: "squeue" in counter.log.read_text())
             return counter.during(f"a sweep of {num_runs} runs waits", MINUTE_S)
         finally:
             end(launcher, sandbox)
@@ -249,14 +236,6 @@ def events(run: Path, kind: str) -> list[dict[str, object]]:
     """Return the events of a kind that a run has told so far."""
     folder = run / "events"
     return [e for e in read_events(folder) if e["kind"] == kind] if folder.exists() else []
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"never: {what}")
-        time.sleep(0.5)
 
 
 if __name__ == "__main__":

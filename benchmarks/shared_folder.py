@@ -3,7 +3,7 @@
 
     as root: python benchmarks/shared_folder.py --repeats 3
 
-`ABOUT` says what is measured. Parts, and about how long each takes (``--parts A,B`` chooses):
+METHODS.md says what is measured. Parts, and about how long each takes (``--parts A,B`` chooses):
 
 - saves: four ranks save a state of 96 MiB; and the run ends (3 repeats: 4 min);
 - ends: a run that ends, with a small state (3 repeats: 4 min);
@@ -29,39 +29,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from evidence.result import About, Column, Figure, Result, Table, Target
-from evidence.show import among, numbers, options, present, say
+from evidence.result import Column, Figure, Result, Table, Target
+from evidence.show import about, among, numbers, options, present, say
 from shared_folder import deaths, ends, faults, operations
 from shared_folder.place import LOCAL, NFS, Place, place_of, scratch
 
 PARTS = ("saves", "ends", "deaths", "faults", "operations", "goodput")
 GOODPUT = 90.0
 """Per cent."""
-ABOUT = About(
-    title="A folder shared as by NFS",
-    measured="Runs of four nodes of the Slurm sandbox, one worker a node, with their files on a "
-    "local disk that all nodes see at once, and in a folder that each node and the login node sees "
-    "by an NFS client of its own with the default options; in turns. The sandbox's clients are a "
-    "model of NFS's caches (docs/howto/slurm-sandbox.md). *next step* and *pause* as in "
-    "*Recovery from a fault*, with a Checkpointer that saves every 50 steps of 30 ms. *held*: the "
-    "audit is clean, status.json and progress.jsonl never go back to an earlier leader, the "
-    "records of an epoch are of one leader, the exit code is 0 and the launcher's last word is "
-    "*succeeded*. Operations are counted by the NFS clients: what they answer from their caches is "
-    "not among them.",
-    does_not_show=(
-        "The kernel's own NFS client, and its server: the clients are a FUSE program, and the "
-        "server is this machine's disk. A look-up costs no trip over a network, so that seconds "
-        "show waits for caches and nothing of a slow server.",
-        "Lustre, GPFS, BeeGFS; NFS 4's delegations; other mount options.",
-        "A loaded file server: nobody else uses it.",
-        "Large states: 96 MiB are written into this machine's page cache and one disk, and four "
-        "ranks share the machine's cores.",
-        "Operations of user code: the script reads no data from the shared folder, and Python and "
-        "its packages are on a local disk. Where operations are counted, workers have no spares.",
-        "Operations in a run of days: an event's are those of one event, less what steady training "
-        "asks for in the same time.",
-    ),
-)
+ABOUT = about("A folder shared as by NFS")
 
 
 @dataclass

@@ -3,7 +3,7 @@
 
     python benchmarks/shared_nodes.py --seeds 3 --hours 3
 
-`ABOUT` says what is measured. No torch, no Slurm, no network is needed.
+METHODS.md says what is measured. No torch, no Slurm, no network is needed.
 """
 
 import argparse
@@ -14,8 +14,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from evidence.result import About, Column, Figure, Result, Table, Target, figure
-from evidence.show import options, present
+from evidence.result import Column, Figure, Result, Table, Target, figure
+from evidence.show import about, options, present
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -39,26 +39,7 @@ IN_SWEEP, ALONE, MEAN_SHORTER, WITHIN = 2.0, 5.0, 25.0, 10.0
 MEASURED = 1, 3, 8, 16
 NOISE = 0.01
 
-ABOUT = About(
-    title="Several runs on too few nodes",
-    measured="In virtual time, with the real leaders and the real decisions among runs "
-    "(site/siblings, site/value). (1) The share of the held node time in which the run "
-    "of a task does not train, starts of 4 s included: runs of ten minutes on four nodes, as one "
-    "sweep, and as independent runs that find each other within a minute; each run alone waits "
-    "for below_min_timeout_s. (2) Eight runs of one to eight nodes on 4 to 16 nodes, of which "
-    "other users take and return some every five minutes. Work, scaling and the changes are "
-    "random; a change of a group costs 15 s. equal: further nodes go to the runs in turn, in the "
-    "order of the queue; soonest: sweep_growth=soonest. (3) Step times of four curves at all "
-    "sizes up to 16, predicted from four sizes that were measured with an error of 1 %.",
-    does_not_show=(
-        "Slurm: it starts a task in the second in which a node is free, and reports everything at "
-        "once.",
-        "Other users who wait for the same nodes: with sweep_growth=soonest the tasks of some runs "
-        "are out of the queue, and a large hole may be filled less quickly.",
-        "The step times of a real cluster; the curves are a ring of all-reduce, a small model with "
-        "much overhead, communication behind computation, and a step that the slowest node ends.",
-    ),
-)
+ABOUT = about("Several runs on too few nodes")
 
 
 def in_order(nodes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

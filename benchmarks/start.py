@@ -2,8 +2,8 @@
 
     as root: python benchmarks/start.py --repeats 3
 
-`ABOUT` says what is measured. Ours is ``python script.py +launcher=slurm nodes=1:4``; torchrun is
-``srun torchrun --nnodes=1:4`` in ``sbatch -N2``, which is what torch offers for a group that may
+METHODS.md says what is measured. Ours is ``python script.py +launcher=slurm nodes=1:4``; torchrun
+is ``srun torchrun --nnodes=1:4`` in ``sbatch -N2``, which is what torch offers for a group that may
 grow. Both start the same script with one worker a node, on the same nodes, in turn.
 """
 
@@ -19,9 +19,9 @@ from typing import Any
 
 import psutil
 from evidence import torchrun as peer
-from evidence.result import About, Column, Result, Table, Target, figure
+from evidence.result import Column, Result, Table, Target, figure
 from evidence.sandbox import sandbox_of
-from evidence.show import options, present
+from evidence.show import about, options, present
 
 from hpc_elastic.agent.warm_workers import WarmWorkerPool
 from hpc_elastic.run.events import read_events
@@ -61,19 +61,7 @@ SOCKETS, IMPORTS = "MB (PSS): Python with asyncio", "s: import torch, torch._dyn
 PATIENCE_S = 120.0
 TARGET_S, TARGET_MB = 3.1, 45.0
 OURS = "hpc_elastic"
-ABOUT = About(
-    title="From the command to the first line",
-    measured="Four nodes of a Slurm sandbox, two of them busy: from the command until the training "
-    "function begins on both free nodes, in a run of one to four nodes. torchrun's rendezvous "
-    "(c10d) waits out its last call, since it does not know that nobody else will come; "
-    "`last_call_timeout=1` is its best setting. The script imports no torch.",
-    does_not_show=(
-        "The queue: both nodes are free when the command is given.",
-        "A shared file system: Python and its packages are read from a local disk, and are warm.",
-        "Equal work: ours includes Hydra's start and the freezing of the run, about a second, "
-        "which torchrun has not.",
-    ),
-)
+ABOUT = about("From the command to the first line")
 
 
 def first_line(out: Path) -> float:

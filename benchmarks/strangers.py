@@ -15,8 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from evidence.result import About, Cell, Column, Result, Table, Target, figure
-from evidence.show import options, present
+from evidence.result import Cell, Column, Result, Table, Target, figure
+from evidence.show import about, options, present
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hostile"))
 
@@ -24,16 +24,7 @@ import flooded
 
 NUM_STRANGERS, NUM_PEERS = 5000, 200
 WITHIN_S = 1.0
-ABOUT = About(
-    title="Strangers at the ports",
-    measured="Genuine peers connect to each kind of port, one after the other, without and with a "
-    "flood: a process that opens silent connections as fast as it can and holds the last 5,000. "
-    "The server's process may open 1,024 files. Longest: of the connections of a repeat.",
-    does_not_show=(
-        "Strangers on several machines, and floods of packets: what the network does then.",
-        "torch's own ports, which authenticate nobody: see docs/security.md.",
-    ),
-)
+ABOUT = about("Strangers at the ports")
 
 
 def measure(kind: str) -> tuple[float, float, float, float, int, int, int]:

@@ -3,8 +3,9 @@
 
     pip install -e .[bench] and, as root: python benchmarks/submit.py --repeats 3
 
-`ABOUT` says what is measured; a large sweep: ``--runs 2000 --nodes 1``. What is submitted stays on
-the disk until all is measured, since ext4 makes files slowly after deletions: let it rest before.
+METHODS.md says what is measured; a large sweep: ``--runs 2000 --nodes 1``. What is submitted stays
+on the disk until all is measured, since ext4 makes files slowly after deletions: let it rest
+before.
 """
 
 import importlib.util
@@ -21,33 +22,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evidence.machine import package_version
-from evidence.result import About, Cell, Column, Peer, Result, Table, Target, figure
+from evidence.result import Cell, Column, Peer, Result, Table, Target, figure
 from evidence.sandbox import sandbox_of
-from evidence.show import options, present
+from evidence.show import about, options, present
 
 from hpc_elastic.cli import main as cli
 from slurm_sandbox import SandboxConfig, SlurmSandbox
 
 TARGET_ABOVE_BARE_S = 1.5
 OURS, PEER = "hpc_elastic", "hydra-submitit-launcher"
-ABOUT = About(
-    title="Submission of a sweep",
-    measured="One Hydra sweep of 200 runs of 4 nodes each, submitted to a Slurm sandbox in which "
-    "everything is held: bare sbatch (one array of 800 tasks, the floor, which knows nothing of "
-    "runs), ours (one array of 800 one-node tasks), and hydra-submitit-launcher (one array of 200 "
-    "jobs of 4 nodes), which is ended at the point where it would wait for results. The whole "
-    "command, the part of it inside the launcher, and what each run costs until it starts.",
-    does_not_show=(
-        "The site's own slowness: this slurmctld has an empty queue and no accounting, and the "
-        "files lie on a local disk.",
-        "A disk on which much was deleted in the last minutes: ext4 makes new files slowly then.",
-        "What a real script imports before Hydra runs: this one imports nothing.",
-        "About 0.6 s of the whole command are Python's start, the imports and Hydra's composition "
-        "of the first config; the rest grows with the number of runs.",
-        "TorchX and NeMo-Run: they submit to Slurm too, but commands and recipes of their own, one "
-        "sbatch a job; neither takes a Hydra sweep, so that there is no equal work to measure.",
-    ),
-)
+ABOUT = about("Submission of a sweep")
 
 SCRIPT = """
 import os, time

@@ -3,7 +3,7 @@
 
     as root: python benchmarks/sweep.py --repeats 3
 
-`ABOUT` says what is measured. Ours with a pruner is another study: it has less to do. The peer
+METHODS.md says what is measured. Ours with a pruner is another study: it has less to do. The peer
 needs Optuna 2 and SQLAlchemy 1, so it has an environment of its own in the user's cache, which is
 made at the first use, and in which torch is that of this interpreter.
 """
@@ -26,9 +26,9 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from evidence.machine import load, package_version
-from evidence.result import About, Column, Peer, Result, Table, Target, figure
+from evidence.result import Column, Peer, Result, Table, Target, figure
 from evidence.sandbox import sandbox_of
-from evidence.show import among, options, present
+from evidence.show import about, among, options, present
 
 from slurm_sandbox import SandboxConfig, SlurmSandbox
 
@@ -41,26 +41,7 @@ PEER_PACKAGES = (
     "hydra-optuna-sweeper==1.2.0", "hydra-submitit-launcher==1.2.0", "hydra-core==1.3.*",
     "optuna<3", "sqlalchemy<2", "numpy<2", "setuptools<80",
 )  # fmt: skip
-ABOUT = About(
-    title="A study of unequal trials",
-    measured="64 trials of an Optuna study on four nodes of the Slurm sandbox, one node each. "
-    "Trial n sleeps for the n-th of 64 fixed times between 4 and 120 s (lognormal), after torch is "
-    "imported. The whole command, until all trials have ended: ours (hydra/sweeper=elastic_optuna, "
-    "which submits a trial when another one has ended), and hydra-optuna-sweeper with "
-    "hydra-submitit-launcher (batches of n_jobs trials). Nodes busy: the sum of these times as a "
-    "share of four nodes for the whole time; the rest is waiting, and the starts of tasks.",
-    does_not_show=(
-        "Trials of hours. Here starts take a considerable part of the time: a trial of ours costs "
-        "4.3 s of CPU time before it begins (an agent and a worker, which both import torch), one "
-        "of the peer 2 s, and four nodes share two cores with all else that this machine does.",
-        "Shorter trials: with times of 2 to 60 s and n_jobs=4, both took 468 s, on the same "
-        "machine with a load of 10 to 13 by other work.",
-        "How good the found parameters are. A batch of 8 or 16 keeps the peer's nodes as busy as "
-        "ours, at the price that 8 or 16 trials are chosen without each other's results.",
-        "A busy cluster: all four nodes are free for the study.",
-        "Ours with a pruner beside the peer: the peer has no pruning, so the work differs.",
-    ),
-)
+ABOUT = about("A study of unequal trials")
 
 SCRIPT = """
 import json, socket, time

@@ -7,10 +7,11 @@ were true when they were taken. So each section of the page has its own date, ve
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from evidence.result import Result
 
@@ -61,19 +62,6 @@ class Record:
         result = None if self.result is None else self.result.as_json()
         return {**asdict(self), "result": result}
 
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> Record:
-        """Return what `as_json` was given; ValueError: it is no record."""
-        try:
-            return cls(
-                name=raw["name"],
-                result=None if raw["result"] is None else Result.from_json(raw["result"]),
-                taken=None if raw["taken"] is None else Taken(**raw["taken"]),
-                failure=None if raw["failure"] is None else Failure(**raw["failure"]),
-            )
-        except (KeyError, TypeError) as e:
-            raise ValueError(f"not a record: {type(e).__name__}: {e}") from e
-
 
 def path_of(name: str, folder: Path) -> Path:
     return folder / f"{name}.json"
@@ -83,7 +71,7 @@ def read(name: str, folder: Path) -> Record:
     """Return what is known of a benchmark; nothing but its name if there is no file."""
     path = path_of(name, folder)
     try:
-        return Record.from_json(json.loads(path.read_text()))
+        return msgspec.convert(json.loads(path.read_text()), Record)
     except FileNotFoundError:
         return Record(name)
     except ValueError as e:

@@ -14,10 +14,13 @@ same run, and what its figures do not show. `show` prints it, `page` writes it i
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import msgspec
 
 THOUSAND = 1000
 """From here on numbers are whole."""
@@ -185,30 +188,12 @@ class Result:
         return {**asdict(self), "targets": targets}
 
     @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> Result:
+    def from_json(cls, raw: object) -> Result:
         """Return what `as_json` was given; ValueError: it is no result."""
-        try:
-            about = raw["about"]
-            return cls(
-                about=About(**{**about, "does_not_show": tuple(about["does_not_show"])}),
-                tables=tuple(map(_table, raw["tables"])),
-                targets=tuple(map(_target, raw["targets"])),
-                peers=tuple(Peer(**peer) for peer in raw["peers"]),
-                notes=tuple(raw["notes"]),
-                repeats=raw["repeats"],
-            )
-        except (KeyError, TypeError) as e:
-            raise ValueError(f"not a result of a benchmark: {type(e).__name__}: {e}") from e
+        return msgspec.convert(raw, cls)
 
 
-def _table(raw: Mapping[str, Any]) -> Table:
-    rows = tuple(tuple(map(_cell, row)) for row in raw["rows"])
-    return Table(raw["caption"], tuple(Column(**column) for column in raw["columns"]), rows)
-
-
-def _cell(raw: str | Mapping[str, Any]) -> Cell:
-    return raw if isinstance(raw, str) else Figure(**raw)
-
-
-def _target(raw: Mapping[str, Any]) -> Target:
-    return Target(**{key: raw[key] for key in raw if key not in ("met", "verdict")})
+def exponent(points: Mapping[float, float]) -> float:
+    """Return b of y = a * x**b, by least squares of log y over log x; infinite y do not count."""
+    logs = [(math.log(x), math.log(y)) for x, y in points.items() if y < math.inf]
+    return statistics.linear_regression(*zip(*logs, strict=True)).slope

@@ -10,10 +10,18 @@ from rich import markup
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from evidence.result import Result, Table
+from evidence.result import About, Result, Table
 
+METHODS = Path(__file__).parents[1] / "METHODS.md"
 WIDTH = 190
 _COLOUR = {True: "green", False: "red", None: "yellow"}
+
+
+def about(title: str) -> About:
+    """Return what METHODS.md says of a benchmark."""
+    text = METHODS.read_text().split(f"\n## {title}\n", 1)[1].partition("\n## ")[0]
+    measured, *limits = text.strip().split("\n- ")
+    return About(title, measured.strip(), tuple(map(str.strip, limits)))
 
 
 def options(docstring: str | None, *, repeats: int | None = None) -> argparse.ArgumentParser:

@@ -1,20 +1,18 @@
 """Part f: how long a round of the quorum takes, by the number of members on one coordinator.
 
 With groups of eight ranks, a member asks for all of its group, as its manager server does, and is
-told the place of each rank; their own connections to that server are on a node of their own. The
-same round is simulated as well: the decisions alone, without any socket, for which virtual time
-stands still.
+told the place of each rank; their own connections to that server are on a node of their own.
 """
 
 import asyncio
-import gc
-import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
+
+from evidence.result import exponent
 
 from ft.crew import crew
 from ft.libraries import OURS, PEER, lighthouse, part_of
@@ -41,7 +39,7 @@ def measure(settings: Settings) -> Iterator[Row]:
         of_peer = 1.0 if count == MEMBERS[0] else None
         yield Row("f quorum round", f"{count} members", "ms", ours, peer, of_peer=of_peer)
     exponents = {
-        library: [exponent([(c, statistics.median(found[library, c])) for c in counts])]
+        library: [exponent({c: statistics.median(found[library, c]) for c in counts})]
         for library in settings.libraries
     }
     ours, peer = exponents.get(OURS, []), exponents.get(PEER, [])
@@ -52,56 +50,12 @@ def measure(settings: Settings) -> Iterator[Row]:
 
 def _of_groups(settings: Settings, count: int) -> Iterator[Row]:
     found: dict[str, list[float]] = {OURS: [], PEER: []}
-    simulated = []
     for _ in range(settings.repeats):
         for library in settings.libraries:
             taken = [1000 * s for s in _rounds(library, count, RANKS)]
             found[library].append(statistics.median(taken))
-        if OURS in settings.libraries:
-            simulated.append(1000 * statistics.median(_simulated(count)))
     what, part = f"{count} groups of {RANKS} ranks", "f quorum round"
     yield Row(part, f"{what}, over sockets", "ms", found[OURS], found[PEER], of_peer=1.0)
-    yield Row(part, f"{what}, simulated: decisions alone", "ms", simulated)
-
-
-def _simulated(count: int) -> list[float]:
-    """Return the seconds that our groups' and lighthouse's decisions on a round take."""
-    messages, state = part_of(OURS, "messages"), part_of(OURS, "lighthouse_state")
-    combine = part_of(OURS, "manager_state").combine_requests
-    rules = part_of(OURS, "quorum").QuorumRules(1)
-    lighthouse, names = state.LighthouseState(1, rules), [f"group{i}" for i in range(count)]
-    for name in names:
-        lighthouse.on_connect(name, 0.0)
-        none = messages.ReplicaStatus(messages.NO_QUORUM, 0, 0, 0, is_aborted=False)
-        lighthouse.on_message(name, none, 0.0)
-    quorum_id, step, taken = messages.NO_QUORUM, 0, []
-    gc.collect()
-    for number in range(ROUNDS):
-        begun, answers, now = time.perf_counter(), dict[str, Any](), 100.0 * number
-        sends = []
-        for name in names:
-            of_rank = messages.QuorumRequest(
-                1, step, "version", quorum_id, int(number > 0), 1, False, "127.0.0.1:29500",
-                ("http://127.0.0.1:29501/state",), number,
-            )  # fmt: skip
-            request = combine(dict.fromkeys(range(RANKS), of_rank))
-            sends += lighthouse.on_message(name, request, now)
-        sends += lighthouse.on_tick(now + 50.0)
-        for sent in sends:
-            if isinstance(sent.message, messages.QuorumResults):
-                answers[sent.replica] = sent.message.ranks
-        taken.append(time.perf_counter() - begun)
-        if len(answers) != count or any(len(ranks) != RANKS for ranks in answers.values()):
-            raise RuntimeError(f"{len(answers)} of {count} groups are in the simulated quorum")
-        quorum_id, step = answers[names[0]][0].quorum_id, answers[names[0]][0].max_step
-    return taken
-
-
-def exponent(points: Sequence[tuple[float, float]]) -> float:
-    """Return the slope of a line through the points' logarithms, by least squares."""
-    xs, ys = [math.log(x) for x, _ in points], [math.log(y) for _, y in points]
-    slope: float = statistics.linear_regression(xs, ys).slope
-    return slope
 
 
 def _rounds(library: str, count: int, ranks: int = 1) -> list[float]:

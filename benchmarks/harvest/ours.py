@@ -98,15 +98,12 @@ class Costs:
 class Script:
     """The user's script.
 
-    ``save_every_s``: between two of its own checkpoints. ``polls``: it asks `should_checkpoint`
-    each step, so that the group may save at any. ``grows_at_own``: newcomers are held back until
-    one of its own checkpoints, or until the group restarts for another reason.
+    ``save_every_s``: between two of its own checkpoints. It asks `should_checkpoint` each step, so
+    that the group may save at any.
     """
 
     step_s: float = 0.25
     save_every_s: float = 300.0
-    polls: bool = True
-    grows_at_own: bool = False
 
 
 def rules(num_nodes: int, **changes: Any) -> RoundRules:
@@ -185,7 +182,6 @@ class ElasticRun:
         """The last entry of the log."""
         self._ticked, self._beaten, self._is_tick_due = 0.0, 0.0, False
         self._group: Group | None = None
-        self._held_back: list[Node] = []
         self._saved = 0
         for slot in slots:
             self._at(slot.begin_s, self._begin_slot, slot)
@@ -225,11 +221,8 @@ class ElasticRun:
             self._at(self._of_time_limit(node)[0], self._notice, node)
             self._at(slot.end_s, self._leave, node, "killed")
 
-    def _start_agent(self, node: Node, *, is_boundary: bool = False) -> None:
+    def _start_agent(self, node: Node) -> None:
         if self._running.get(node.agent.slot) is not node or node.notice is not None:
-            return
-        if self._script.grows_at_own and self._trains() and not is_boundary:
-            self._held_back.append(node)
             return
         node.is_up = True
         self._nodes[node.agent] = node
@@ -238,14 +231,6 @@ class ElasticRun:
         else:
             self._deliver(self._leader.connected, node.agent, self._now)
             self._join(node)
-
-    def _trains(self) -> bool:
-        return self._group is not None and not self._group.is_over
-
-    def _admit_held_back(self) -> None:
-        held_back, self._held_back = self._held_back, []
-        for node in held_back:
-            self._start_agent(node, is_boundary=True)
 
     def _notice(self, node: Node) -> None:
         """The node is to be left: its agent decides at once, and at the latest time."""
@@ -292,9 +277,8 @@ class ElasticRun:
         if not node.is_up or node.notice is None or not self._is_member(node):
             return
         step = self._step() if group is not None and self._now >= group.begin_s else None
-        polled = step if self._script.polls else None
         boundary = None if step is None or group is None else group.saved
-        status = worker_status(step=step, passed=polled, boundary=boundary)
+        status = worker_status(step=step, passed=step, boundary=boundary)
         begin_s = self._now if group is None else group.begin_s
         if why_leave_now(node.notice, [status], self._now, since=begin_s, saves_itself=True):
             self._leave(node, "it cannot wait")
@@ -490,7 +474,6 @@ class ElasticRun:
             return
         group.is_over = True
         self._saved = kept
-        self._after(0.0, self._admit_held_back)
         trained_s = len(group.members) * step_s * (kept - group.first)
         self.account.add(group.begin_s, self._now, len(group.members), trained_s)
 
@@ -522,7 +505,6 @@ class ElasticRun:
         if not group.runs or group.hold_at is not None:
             return
         group.saved = self._step()
-        self._after(0.0, self._admit_held_back)
         number, group.pauses = group.pauses, 0
         if number:
             group.runs = False
@@ -557,9 +539,8 @@ class ElasticRun:
             self._after(self._costs.page_s, self._vote, group, request.number, request.step)
         elif request.step is None:  # each node votes again once its workers poll steps
             group.pauses = request.number
-            if self._script.polls:
-                begin_s = max(self._now, group.begin_s + self._script.step_s)
-                self._at(begin_s + self._costs.page_s, self._vote, group, request.number, 0)
+            begin_s = max(self._now, group.begin_s + self._script.step_s)
+            self._at(begin_s + self._costs.page_s, self._vote, group, request.number, 0)
         else:
             reached_s = group.anchor[0] + (request.step - group.anchor[1]) * self._script.step_s
             begin_s = max(reached_s, self._now)
@@ -575,7 +556,7 @@ class ElasticRun:
     def _vote(self, group: Group, number: int, step: int) -> None:
         if group.is_over:
             return
-        has_begun = self._now >= group.begin_s + self._script.step_s and self._script.polls
+        has_begun = self._now >= group.begin_s + self._script.step_s
         passed = self._step() if has_begun else None
         can = passed is None or (step > 0 and (passed < step or group.hold_at == step))
         vote = Vote(number, can, passed, 1 / self._script.step_s)

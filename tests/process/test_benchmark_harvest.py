@@ -205,14 +205,6 @@ def test_script_that_polls_while_a_newcomer_waits_is_not_held_for_minutes():
     assert account.trained_s > 2 * HOUR - 2 * 20 - 2 * 25 - 20
 
 
-def test_joins_that_are_held_back_wait_for_the_scripts_checkpoint():
-    """A newcomer trains from the next checkpoint of the script on."""
-    slots = [preempted(0, 0.0, 2 * HOUR), preempted(1, 600.0, 2 * HOUR)]
-    script = Script(grows_at_own=True, save_every_s=1000.0)
-    lost_s = ours(slots).trained_s - ours(slots, script=script).trained_s
-    assert lost_s == pytest.approx(400.0, abs=10.0)
-
-
 def test_replica_heals_beside_the_others():
     """With ft=true a newcomer misses the time of its healing, and the others a short stall."""
     costs = Costs(heal_s=60.0, heal_stall_s=3.0)

@@ -8,11 +8,10 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from evidence.result import Figure
+from evidence.result import Figure, exponent
 from ft.crew import Member, Step
 from ft.overhead import lower_quartile
 from ft.report import Row, cell
-from ft.rounds import exponent
 from ft.sharded import Outcome, rows
 from ft.training import delays, has_gone_on, longest_gap, median_step
 
@@ -75,7 +74,7 @@ def test_what_never_came_about_is_counted():
 
 def test_exponent_of_a_power():
     """The growth exponent of a power law is its power."""
-    assert exponent([(n, 3 * n**1.5) for n in (16, 64, 256)]) == pytest.approx(1.5)
+    assert exponent({n: 3 * n**1.5 for n in (16, 64, 256)}) == pytest.approx(1.5)
 
 
 def test_sharded_rows_count_every_sample():

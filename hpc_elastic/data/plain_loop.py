@@ -175,7 +175,8 @@ class PlainLoop:
         """Count the items that wait for no optimizer step, before the next one is drawn."""
         if self.has_ended:
             return
-        if not self._num_waiting or not self._models or not self._models.wait_for_optimizer():
+        waits = self._num_waiting and self._models and self._models.wait_for_optimizer()
+        if self._num_open and not waits:
             self._count_open(self._num_open)  # else their gradients may be held
         self.begin, self._loader_thread = None, threading.get_ident()
 

@@ -522,26 +522,27 @@ class ElasticSampler:
     def _hand_out(self, *, trains: bool) -> Iterator[Any]:
         from hpc_elastic.data.plain_loop import PlainLoop  # it imports torch
 
-        place, num_loaded = self._place, self._num_loaded
+        plan, place, items, num_loaded = self._plan, self._place, self._items, self._num_loaded
         loop = self._loop = PlainLoop(
-            self._plan,
+            plan,
             self._models if trains else None,
             count=functools.partial(self._advance, 1),
             is_new=not num_loaded,
         )
         try:
-            while size := self._plan.size(place.position):
+            while size := plan.size(place.position):
                 loop.before_draw()
                 if loop.has_ended or self._num_loaded != num_loaded:
                     what = "another loop has begun" if loop.has_ended else "a state was loaded"
                     raise RuntimeError(f"{what} inside of the loop: begin the loop again")
-                item = self._items.next_item()
-                (part,) = self._items.micro_batches(size)
+                item = items.next_item()
+                (part,) = items.micro_batches(size)
                 loop.hand_out(place, part.weight)
-                place = self._plan.after(place, 1)
-                self._items.next = self._plan, place
+                place = SamplePosition(place.epoch, place.position + size, place.step + 1)
+                items.next = plan, place
                 yield item
-                self._ledger.flush_if_due()
+                if self._ledger.is_written:
+                    self._ledger.flush_if_due()
             loop.end_epoch()
             self._items.close_loader(must_have_ended=True)
         finally:
@@ -863,7 +864,7 @@ class MicroBatchDraws:
         self._start(place)
 
     def _start(self, place: SamplePosition) -> None:
-        self.begin = self._done = place
+        self.begin, self._num_done = place, 0
         self._draws = self._draw_from(place)
 
     def __iter__(self) -> MicroBatchDraws:
@@ -874,7 +875,7 @@ class MicroBatchDraws:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's state after the last global batch that was drawn completely."""
-        return self._save(self._done)
+        return self._save(self._plan.after(self.begin, self._num_done))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Draw from the position of the state, or from the sampler's if that is newer."""
@@ -891,16 +892,16 @@ class MicroBatchDraws:
             _, num_batches, *_ = next(plan.steps(place, most))
             of_batch = [np.arange(part.offset, part.offset + part.num_loaded) for part in parts]
             firsts = place.position + size * np.arange(num_batches)
-            for row in samples(firsts[:, None] + np.concatenate(of_batch)).tolist():
-                after = SamplePosition(place.epoch, place.position + size, place.step + 1)
+            rows = samples(firsts[:, None] + np.concatenate(of_batch)).tolist()
+            for step, row in enumerate(rows, place.step + 1):
                 for part, end in zip(parts, ends, strict=True):
-                    self._done = after if end == ends[-1] else place
-                    indices = row[end - part.num_loaded : end]
+                    self._num_done += end == ends[-1]
+                    indices = row if len(parts) == 1 else row[end - part.num_loaded : end]
                     if is_seeded:
-                        seed = plan.random_seed(after.step, part.offset, "loader")
+                        seed = plan.random_seed(step, part.offset, "loader")
                         indices = SeededIndices(indices, seed)
                     yield indices
-                place = after
+            place = plan.after(place, num_batches)
 
 
 class LoaderItems:
@@ -932,14 +933,18 @@ class LoaderItems:
 
     def next_item(self) -> Any:
         """Return the next item; raise RuntimeError if the loader does not fit the sampler."""
-        place, self.inside = self.next and self.next[1], True
+        self.inside = True
         try:
             item = next(self._items)
         except StopIteration:
+            place = self.next and self.next[1]
             raise RuntimeError(f"the loader ended at {place}: {_ONE_EACH}") from None
         finally:
             self.inside = False
-        if not self._checked and (begin := self.draws and self.draws.begin) != place:
+        if self._checked:
+            return item
+        place = self.next and self.next[1]
+        if (begin := self.draws and self.draws.begin) != place:
             raise RuntimeError(
                 f"the loader began at {begin}, the training is at {place}: load the state before "
                 "the loader is started, or its own state is taken"

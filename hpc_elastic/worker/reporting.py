@@ -16,6 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -25,7 +26,7 @@ from hpc_elastic.worker.shared_page import SharedPage
 
 _log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"[A-Za-z0-9_./-]{1,40}")
+_may_be_named = lru_cache(64)(re.compile(r"[A-Za-z0-9_./-]{1,40}").fullmatch)
 _COUNTS = {"step": 0, "samples": 0, "total_steps": 1}
 """Arguments of `report` that are whole numbers, with the least of each."""
 _MOST = 2**63 - 1
@@ -40,7 +41,7 @@ class _CopiesFromGpu:
 
     def begin_copy(self, key: str, value: Any) -> bool:
         """Begin to copy a value to the host; return False if it is no number on a GPU."""
-        if key in _COUNTS or not getattr(value, "is_cuda", False) or value.numel() != 1:
+        if not getattr(value, "is_cuda", False) or key in _COUNTS or value.numel() != 1:
             return False
         torch: Any = sys.modules["torch"]
         with torch.cuda.device(value.device):
@@ -172,7 +173,7 @@ def report_logged(values: Mapping[str, Any]) -> None:
         for name, value in values.items()
         if name not in {*_COUNTS, "loss"}
         and isinstance(value, SupportsFloat)
-        and _NAME.fullmatch(name)
+        and _may_be_named(name)
     }
     report(**metrics)
 
@@ -182,7 +183,7 @@ def _usable(key: str, value: object) -> float | None:
     try:
         if key in _COUNTS:
             return _whole_number(value, _COUNTS[key])
-        if key != "loss" and not _NAME.fullmatch(key):
+        if key != "loss" and not _may_be_named(key):
             raise ValueError("name it with 1 to 40 letters, digits, '_', '.', '/' and '-'")
         return _number(value)
     except ValueError as e:
@@ -209,7 +210,7 @@ def _number(value: Any) -> float:
     try:
         if not hasattr(type(value), "__float__"):  # isinstance(SupportsFloat), and ten times faster
             raise TypeError
-        return float(value.detach() if hasattr(value, "detach") else value)
+        return float(value.item() if hasattr(value, "detach") else value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise ValueError("give one number") from None
 

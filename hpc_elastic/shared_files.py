@@ -222,11 +222,10 @@ _mounts: dict[int, Mount] = {}
 
 @functools.lru_cache(4096)
 def _mount_of(path: Path) -> Mount:
-    try:
+    with contextlib.suppress(OSError):
         device = path.stat().st_dev
-    except OSError:
-        return Mount.of(path)
-    return _mounts.get(device) or _mounts.setdefault(device, Mount.of(path))
+        return _mounts.get(device) or _mounts.setdefault(device, Mount.of(path))
+    return Mount.of(path)
 
 
 def is_there(path: Path) -> bool:

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from hpc_elastic._console import add_rows, console, plain_table
+from hpc_elastic._console import console, plain_table
 from hpc_elastic._util import counted, duration, node_time, sigterm_as_interrupt
 from hpc_elastic.cli import options
 from hpc_elastic.errors import HpcElasticError
@@ -170,10 +170,9 @@ def _watch(watched: Iterator[RunDetails], *, as_json: bool) -> int:
 
 
 PHASES = {
-    "training": "bold green", "succeeded": "bold green", "failed": "bold red", "lost": "bold red",
-    "cancelled": "bold red",
-    "waiting": "bold yellow", "starting": "bold yellow", "requeued": "bold yellow",
-    "queued": "bold cyan",
+    **dict.fromkeys(("training", "succeeded"), "bold green"), "queued": "bold cyan",
+    **dict.fromkeys(("failed", "lost", "cancelled"), "bold red"),
+    **dict.fromkeys(("waiting", "starting", "requeued"), "bold yellow"),
 }  # fmt: skip
 _COLOURS = {
     "useful": "green", "replayed": "red", "checkpoint": "magenta", "restore": "cyan",
@@ -379,10 +378,8 @@ def _grouped(tasks: Sequence[RunTask]) -> Iterator[tuple[RunTask, int]]:
         else:
             first, last = alike[0].task, alike[-1].task
             index = index_of(last)
-            yield (
-                replace(alike[0], task=f"{first} to {last if index is None else index}"),
-                len(alike),
-            )
+            name = f"{first} to {last if index is None else index}"
+            yield replace(alike[0], task=name), len(alike)
 
 
 def _state(task: RunTask, num: int) -> Text:
@@ -512,22 +509,14 @@ def listed(known: Sequence[KnownRun], query: Query | None = None) -> list[Listed
     views = read_views([run.path for run in known], query or take_snapshot)
     found = []
     for run, view in zip(known, views, strict=True):
-        head = (run.run_id, str(run.path), run.submitted)
+        row = Listed(run.run_id, str(run.path), run.submitted, view.phase)
         if view.spec is None:
-            found.append(Listed(*head, "unknown", problem=view.notes[0]))
-            continue
-        status = view.status
-        found.append(
-            Listed(
-                *head,
-                view.phase,
-                status.nodes if status is not None and view.trains else None,
-                None if status is None else status.step,
-                None if status is None else status.total_steps,
-                None if status is None else status.loss,
-                label_of(run.path, view.spec),
-            )
-        )
+            row = replace(row, state="unknown", problem=view.notes[0])
+        else:
+            names = ("step", "total_steps", "loss", *(["nodes"] if view.trains else []))
+            known_of: dict[str, Any] = {n: getattr(view.status, n, None) for n in names}
+            row = replace(row, **known_of, overrides=label_of(run.path, view.spec))
+        found.append(row)
     return found
 
 
@@ -561,10 +550,26 @@ def _print_runs(runs: Sequence[Listed], *, cut: bool) -> None:
         )
         state = Text(run.state, style=PHASES.get(run.state, ""))
         rows.append([title, state, *map(Text, (*figures, *(more if wide else ())))])
-    add_rows(out, table, rows)
+    for row in _joined(rows, table, out):
+        table.add_row(*row)
     out.print(table)
     if cut:
         out.print(f"showing the newest {len(runs)} (--all for every run)", style="dim")
+
+
+def _joined(rows: Sequence[Sequence[Text]], table: Table, out: Console) -> Sequence[Sequence[Text]]:
+    """Return rows as one of many lines, four times as fast, unless one would be folded."""
+    alike = []
+    for row in rows:
+        ends = [cell.plain.count("\n") for cell in row]
+        missing = (max(ends) - num for num in ends)
+        alike.append([c + "\n" * n if n else c for c, n in zip(row, missing, strict=True)])
+    whole = [Text("\n").join(cells) for cells in zip(*alike, strict=True)]
+    widths = (
+        max(out.measure(cell).maximum, len(str(column.header))) + 2  # with the padding
+        for cell, column in zip(whole, table.columns, strict=True)
+    )
+    return [whole] if sum(widths) <= out.width else rows
 
 
 # ---- times and numbers (pure)

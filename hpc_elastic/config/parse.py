@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
 from functools import cache, partial
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from hpc_elastic.config.schema import BACKENDS, NodeRange, Nproc, RunSettings
@@ -33,6 +33,8 @@ type_hints: Callable[[Any], dict[str, Any]] = cache(typing.get_type_hints)
 _hints_with_forms: Callable[[Any], dict[str, Any]] = cache(
     partial(typing.get_type_hints, include_extras=True)
 )
+_origin_of: Callable[[Any], Any] = cache(get_origin)
+_args_of: Callable[[Any], tuple[Any, ...]] = cache(get_args)
 UNSET = "???"
 """OmegaConf's mark of a key without a value; such a key takes its default."""
 
@@ -127,14 +129,6 @@ class GroupReader:
 _LARGEST = 1 << 63
 
 
-@cache
-def _parts(hint: Any) -> tuple[Any, tuple[Any, ...], set[Any]]:
-    """Return origin and arguments of an annotation, and those of its types that have one form."""
-    origin, args = get_origin(hint), get_args(hint)
-    types = args if origin in (Union, UnionType) else (hint,)
-    return origin, args, {str, bool, type(None)} & set(types)
-
-
 def restored(hint: Any, value: Any) -> Any:
     """Return a value from a JSON file in the type of its annotation (pure).
 
@@ -142,9 +136,10 @@ def restored(hint: Any, value: Any) -> Any:
     absent keys have their defaults. A number is finite, and an integer has at most 64 bits: Python
     fails at larger ones in many places.
     """
-    origin, args, plain = _parts(hint)
-    if type(value) in plain:  # most values; what follows takes longer
-        return value
+    origin, args = _origin_of(hint), _args_of(hint)
+    kind, is_union = type(value), origin in (Union, UnionType)
+    if kind in (str, bool, NoneType) and (kind in args if is_union else kind is hint):
+        return value  # most values; what follows takes longer
     if isinstance(value, dict) and is_dataclass(hint):
         hints = type_hints(hint)
         return cast(type, hint)(**{name: restored(hints[name], v) for name, v in value.items()})
@@ -152,7 +147,7 @@ def restored(hint: Any, value: Any) -> Any:
         return [restored(args[0], item) for item in value]
     if origin is tuple and isinstance(value, list) and len(value) == len(args):
         return tuple(map(restored, args, value))
-    if origin in (Union, UnionType):
+    if is_union:
         for arg in reversed(args):  # None first
             with suppress(KeyError, TypeError, ValueError):
                 return restored(arg, value)

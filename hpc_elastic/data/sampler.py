@@ -541,8 +541,7 @@ class ElasticSampler:
                 place = SamplePosition(place.epoch, place.position + size, place.step + 1)
                 items.next = plan, place
                 yield item
-                if self._ledger.is_written:
-                    self._ledger.flush_if_due()
+                self._ledger.flush_if_due()
             loop.end_epoch()
             self._items.close_loader(must_have_ended=True)
         finally:
@@ -933,18 +932,14 @@ class LoaderItems:
 
     def next_item(self) -> Any:
         """Return the next item; raise RuntimeError if the loader does not fit the sampler."""
-        self.inside = True
+        place, self.inside = self.next and self.next[1], True
         try:
             item = next(self._items)
         except StopIteration:
-            place = self.next and self.next[1]
             raise RuntimeError(f"the loader ended at {place}: {_ONE_EACH}") from None
         finally:
             self.inside = False
-        if self._checked:
-            return item
-        place = self.next and self.next[1]
-        if (begin := self.draws and self.draws.begin) != place:
+        if not self._checked and (begin := self.draws and self.draws.begin) != place:
             raise RuntimeError(
                 f"the loader began at {begin}, the training is at {place}: load the state before "
                 "the loader is started, or its own state is taken"

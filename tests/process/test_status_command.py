@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from helps import not_in_help
+from hpc_elastic._console import plain_table
 from hpc_elastic._util import duration
+from hpc_elastic.cli import status
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.status import NextGap, clock, line, listed, number, page, sparkline
 from hpc_elastic.errors import RunDirectoryError
@@ -411,6 +414,26 @@ def test_a_list_reads_no_more_runs_than_it_shows(tmp_path, monkeypatch, capsys):
     assert "the newest 3" in capsys.readouterr().out
     assert main(["list", "--all", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 30
+
+
+@pytest.mark.parametrize("width", [12, 24, 80])
+def test_joined_rows_of_a_list_look_like_single_ones(width):
+    """Whether or not one of them is folded, and however many lines each cell has."""
+    rows = [
+        [Text("a\n  b", style="bold"), Text("left")],
+        [Text("c"), Text("some words that are folded")],
+        [Text("d"), Text("1\n2\n3")],
+    ]
+    shown = []
+    for join in (status._joined, lambda rows, *_: rows):
+        out, table = Console(width=width, file=io.StringIO()), plain_table()
+        for name in ("run", "a longer name"):
+            table.add_column(name, overflow="fold")
+        for row in join(rows, table, out):
+            table.add_row(*row)
+        out.print(table)
+        shown.append(out.file.getvalue())
+    assert shown[0] == shown[1] and "folded" in shown[0]
 
 
 def _fails() -> None:

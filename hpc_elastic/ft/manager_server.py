@@ -305,17 +305,18 @@ _ORPHANED_S = 5.0
 """How long the workers of a group may outlive its rank 0."""
 _RELAY_PURPOSE = "replica group"
 """Purpose of the secret of a group's relays, which all its hosts derive from the user's key."""
-_SILENCE_S = 5.0
-"""Until the lighthouse has sent its own."""
 
 _SOURCE = str(Path(__file__).parents[2])
 _START = """
-import sys
+import gc, sys
+gc.disable()
+sys.modules["ssl"] = None
 sys.path.insert(0, sys.argv[1])
 from hpc_elastic.ft import manager_server
+gc.enable()
 getattr(manager_server, sys.argv[2])(*sys.argv[3:])
 """
-"""Site-packages and the working directory are left out."""
+"""Without site-packages, the working directory and TLS; no look for garbage, as a worker waits."""
 
 
 @dataclass(frozen=True)
@@ -516,7 +517,7 @@ class LighthouseLink:
         self.replica_id = replica_id
         self._address = messages.parse_address(lighthouse)
         self._stream: ClientConnection | None = None
-        self._silence_s = _SILENCE_S
+        self._silence_s = SILENCE_S  # until the lighthouse has sent its own
 
     def send(self, message: messages.Message) -> None:
         """Queue a message, if there is a connection."""

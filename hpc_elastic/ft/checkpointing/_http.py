@@ -36,7 +36,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from typing import Literal
@@ -99,7 +99,7 @@ class HealRequest:
         return [(begin, min(begin + BLOCK_BYTES, self.end)) for begin in starts]
 
     def seal(self, key: bytes) -> bytes:
-        query = {k: v for k, v in asdict(self).items() if k not in ("token", "verb")}
+        query = {k: v for k, v in vars(self).items() if k not in ("token", "verb")}
         target = f"/{self.token}/{self.verb}?{urlencode(query)}"
         mac = sign(key, f"request|{target}")
         return f"GET {target} HTTP/1.1\r\nHost: peer\r\nX-Mac: {mac}\r\n\r\n".encode()
@@ -472,7 +472,8 @@ class StateServer:
             answer(OK, self._read_digests(found))
             return False
         send(connection, [answer_head(key, request.nonce, OK, request.num_body_bytes)])
-        sums = [self._send_block(connection, found, begin, end) for begin, end in request.blocks()]
+        with self._reading(found):
+            sums = [self._send_block(connection, found, *block) for block in request.blocks()]
         send(connection, [seal_sums(key, request.nonce, sums)])
         return True
 
@@ -509,13 +510,13 @@ class StateServer:
 
     def _send_block(self, to: socket.socket, offer: Offer, begin: int, end: int) -> bytes:
         """Send a block; return its checksum."""
-        with self._reading(offer):
-            views = list(offer.pieces.cut(begin, end))
-            checksum = xxhash.xxh3_64()
-            for view in views:  # first: what is sent next is in the cache then
-                checksum.update(view)
-            send(to, views)
-            return checksum.digest()
+        views = list(offer.pieces.cut(begin, end))
+        checksum = xxhash.xxh3_64()
+        for view in views:  # first: what is sent next is in the cache then
+            checksum.update(view)
+        send(to, views)
+        offer.since = time.monotonic()
+        return checksum.digest()
 
     @contextmanager
     def _reading(self, offer: Offer) -> Iterator[None]:

@@ -138,15 +138,15 @@ class HTTPTransport(CheckpointTransport[T]):
         self, dst_ranks: list[int], step: int, reason: str, timeout: timedelta
     ) -> None:
         """See the base class."""
-        layout = _layout.encode_refusal(step, reason)
-        self._server.offer(Offer(step, layout, (), Pieces([]), len(dst_ranks), _seconds(timeout)))
+        layout, timeout_s = _layout.encode_refusal(step, reason), timeout.total_seconds()
+        self._server.offer(Offer(step, layout, (), Pieces([]), len(dst_ranks), timeout_s))
 
     def _offer(
         self, num_clients: int, step: int, state: _layout.PackedState, timeout: timedelta
     ) -> None:
         pieces = Pieces(_layout.stream_parts(state.layout, state.raw))
-        layout = state.layout.to_json()
-        self._server.offer(Offer(step, layout, state.raw, pieces, num_clients, _seconds(timeout)))
+        layout, timeout_s = state.layout.to_json(), timeout.total_seconds()
+        self._server.offer(Offer(step, layout, state.raw, pieces, num_clients, timeout_s))
 
     def disallow_checkpoint(self) -> None:
         """Return once the state that was offered may change.
@@ -214,7 +214,7 @@ class HTTPTransport(CheckpointTransport[T]):
         Raises:
             HealError: As `recv_checkpoint`.
         """
-        timeout_s, num = _seconds(timeout), self._num_connections
+        timeout_s, num = timeout.total_seconds(), self._num_connections
         fetch = Fetch(sources, self._key, step, timeout_s, num, plan, is_enough)
         try:
             with self._lock:
@@ -241,7 +241,7 @@ class HTTPTransport(CheckpointTransport[T]):
             HealError: It does not give them.
             OSError: It cannot be reached, or `abort` was called.
         """
-        digest, timeout_s = _layout.digest(layout.to_json()), _seconds(timeout)
+        digest, timeout_s = _layout.digest(layout.to_json()), timeout.total_seconds()
         client, wait_s = secrets.token_hex(16), timeout_s
         request = HealRequest("", "digests", step, client, "", wait_s, digest)
         answer = json.loads(send_request(source, self._key, request, timeout_s, self._hold))
@@ -593,7 +593,7 @@ class Fetch:
         _http.check_sums(key, request.nonce, sums, _http.receive(connection, rest))
 
 
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 16 << 20
 _SLOW_FACTOR = 4.0
 _LEAST_SLOW_S = 0.25
 """A connection is slow after this factor of the longest fetch of a range, and these seconds."""
@@ -792,7 +792,3 @@ def send_done(url: str, key: bytes, done: HealRequest) -> None:
         send_request(url, key, done, CONNECT_TIMEOUT_S)
     except _FAILURES as e:
         _log.debug("%s did not get `done`: %s", url, e)
-
-
-def _seconds(timeout: timedelta) -> float:
-    return timeout.total_seconds()

@@ -39,11 +39,10 @@ def measure(settings: Settings) -> Iterator[Row]:
         return
     num_bytes = QUICK_BYTES if settings.quick else BYTES
     found: dict[str, dict[str, list[float]]] = {library: {} for library in (OURS, PEER)}
-    for _ in range(1 if settings.quick else min(3, settings.repeats)):
-        for library in settings.libraries:
-            seconds = one_in_slow_network(library, num_bytes)
-            for what in (LONGEST, ALL, JOINED, STEP):
-                found[library].setdefault(what, []).append(seconds.get(what, math.nan))
+    for library in settings.libraries * (1 if settings.quick else min(3, settings.repeats)):
+        seconds = one_in_slow_network(library, num_bytes)
+        for what in (LONGEST, ALL, JOINED, STEP):
+            found[library].setdefault(what, []).append(seconds.get(what, math.nan))
     name = f"{num_bytes // MB} MB at {RATE_MBIT // 8} MB/s, {NUM_OTHERS} others"
     for what in (LONGEST, ALL, JOINED, STEP):
         ours, peer = found[OURS].get(what, []), found[PEER].get(what, [])

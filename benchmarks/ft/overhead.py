@@ -16,7 +16,7 @@ from evidence.machine import MOST_STOLEN, Steal
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ft.crew import Crew, Member, crew
-from ft.libraries import HOST, OURS, free_port, lighthouse
+from ft.libraries import HOST, OURS, lighthouse
 from ft.report import Row, Settings
 
 SIZES = {"1 KB": 1 << 10, "10 MB": 10 << 20, "100 MB": 100 << 20}
@@ -53,16 +53,16 @@ def overhead(
 def _group(
     people: Crew, stack: contextlib.ExitStack, library: str, replicas: int, ranks: int
 ) -> list[Member]:
-    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    stack.callback(lambda: store)  # lives as long as the group
+    kept = [TCPStore(HOST, 0, is_master=True, wait_for_workers=False) for _ in range(replicas + 1)]
+    stack.callback(kept.clear)
     address = stack.enter_context(lighthouse(library)).address
     group = []
     for replica in range(replicas):
-        port = free_port() if ranks > 1 else 0
+        port = kept[replica].port if ranks > 1 else 0
         group += [
             people.start(
-                library, "blocks", lighthouse=address, store_port=store.port, replica=replica,
-                replicas=replicas, rank=rank, ranks=ranks, port=port,
+                library, "blocks", lighthouse=address, store_port=kept[-1].port,
+                replica=replica, replicas=replicas, rank=rank, ranks=ranks, port=port,
             )
             for rank in range(ranks)
         ]  # fmt: skip

@@ -25,20 +25,18 @@ def restarted(
 ) -> Iterator[Row]:
     for size in sizes:
         num_bytes = SIZES[size]
-        first: dict[str, list[float]] = {}
-        gaps: dict[str, list[float]] = {}
-        for _ in range(settings.repeats):
-            for library in settings.libraries:
-                seconds, steps = one_or_nothing(library, world_size, num_bytes, ranks)
-                first.setdefault(library, []).append(seconds)
-                gaps.setdefault(library, []).append(steps)
+        first: dict[str, list[float]] = {OURS: [], PEER: []}
+        gaps: dict[str, list[float]] = {OURS: [], PEER: []}
+        for library in settings.libraries * settings.repeats:
+            seconds, steps = one_or_nothing(library, world_size, num_bytes, ranks)
+            first[library].append(seconds)
+            gaps[library].append(steps)
         what = f"restarted, {size}, n = {world_size}"
         what += f" groups of {ranks} ranks" if ranks > 1 else ""
-        ours, peer = first.get(OURS, []), first.get(PEER, [])
-        yield Row(part, f"{what}: imports to first commit", "s", ours, peer, of_peer=1.0)
-        ours, peer = gaps.get(OURS, []), gaps.get(PEER, [])
-        limit = MAX_GAP_STEPS if ranks == 1 else None
-        yield Row(part, f"{what}: the others' longest gap", "steps", ours, peer, limit=limit)
+        name = f"{what}: imports to first commit"
+        yield Row(part, name, "s", first[OURS], first[PEER], of_peer=1.0)
+        name, limit = f"{what}: the others' longest gap", MAX_GAP_STEPS if ranks == 1 else None
+        yield Row(part, name, "steps", gaps[OURS], gaps[PEER], limit=limit)
 
 
 def one_or_nothing(

@@ -41,9 +41,8 @@ def measure(settings: Settings) -> Iterator[Row]:
     for model in MODELS[:1] if settings.quick else MODELS:
         for sync in (True, False):
             found: dict[str, list[Outcome]] = {OURS: [], PEER: []}
-            for _ in range(repeats):
-                for library in settings.libraries:
-                    found[library].append(heal(library, model, sync=sync))
+            for library in settings.libraries * repeats:
+                found[library].append(heal(library, model, sync=sync))
             yield from rows(f"{model}, {'sync' if sync else 'async'}", found)
 
 

@@ -6,8 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
 from ft.crew import Crew, Member
-from ft.libraries import Lighthouse, free_port
+from ft.libraries import HOST, Lighthouse
 
 WARM_STEPS = 5
 """Steps that all make together before something happens to them."""
@@ -20,7 +22,7 @@ class Training:
 
     ``num_bytes`` are of a worker's state, and of its gradient; ``ranks`` its replica's workers.
     ``replicas`` are the workers that are to be alive, replica by replica. A ``task`` ``large`` has
-    small gradients.
+    small gradients. The driver has the ``stores`` of groups, as the agent of torchrun has.
     """
 
     crew: Crew
@@ -29,6 +31,7 @@ class Training:
     ranks: int = 1
     replicas: list[Member] = field(default_factory=list)
     task: str = "train"
+    stores: list[TCPStore] = field(default_factory=list)
 
     def start(self, count: int, patience_s: float = 60.0) -> None:
         for replica in [self.prepare() for _ in range(count)]:
@@ -38,7 +41,8 @@ class Training:
 
     def prepare(self) -> list[Member]:
         """Start the workers of one replica more, which wait after their imports."""
-        port = free_port() if self.ranks > 1 else 0
+        self.stores.append(TCPStore(HOST, 0, is_master=True, wait_for_workers=False))
+        port = self.stores[-1].port if self.ranks > 1 else 0
         return [
             self.crew.start(
                 self.lighthouse.library, self.task, lighthouse=self.lighthouse.address,

@@ -48,8 +48,8 @@ class Replica:
     """A worker of a replica group: a state, and a gradient of the same size.
 
     In a group of several ranks these are one rank's shards, and a step also has a collective of the
-    same size inside the group, as the reduce-scatter of a sharded model is one. Rank 0 opens the
-    group's store at ``port``; 0 if there is one rank. ``options`` are further ones of the Manager.
+    same size inside the group, as the reduce-scatter of a sharded model is one. ``port`` is that of
+    the group's store; 0: its one rank opens it. ``options`` are further ones of the Manager.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Replica:
     ) -> None:  # fmt: skip
         self.state = torch.zeros(num_bytes // 4)
         self.gradient = torch.ones(num_bytes // 4)
-        self._store = TCPStore(HOST, port, is_master=rank == 0, wait_for_workers=False)
+        self._store = TCPStore(HOST, port, is_master=port == 0, wait_for_workers=False)
         self._shards = None
         if ranks > 1:
             inside = PrefixStore("inside", self._store)

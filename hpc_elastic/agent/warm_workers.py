@@ -446,7 +446,7 @@ def _serve_forks(channel: socket.socket) -> socket.socket:
             with socket.socket(fileno=own[0]) as forks, contextlib.suppress(OSError):
                 if _fork():
                     channel.close()
-                    channel = forks.dup()
+                    channel = socket.socket(fileno=forks.detach())
                     channel.sendall(str(os.getpid()).encode())
     signals.ignore_preemption_signals()
     return channel

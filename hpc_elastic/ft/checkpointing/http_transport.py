@@ -593,7 +593,7 @@ class Fetch:
         _http.check_sums(key, request.nonce, sums, _http.receive(connection, rest))
 
 
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 8 << 20
 _SLOW_FACTOR = 4.0
 _LEAST_SLOW_S = 0.25
 """A connection is slow after this factor of the longest fetch of a range, and these seconds."""

@@ -82,7 +82,7 @@ from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.transport.messages import Json
 
 NO_DEADLINE_S = 7 * 24 * 3600.0
-"""What a drained node, or one for another job, is left by: at the next checkpoint, in fact."""
+"""A node that is drained, or goes back for another job, is left at the next checkpoint."""
 _QUEUE_EVERY_S = 5.0
 """Interval of the queries of the queue."""
 _SHORT_LONGEST_S = 15.0

@@ -265,12 +265,18 @@ class LeaderState:
         effects: list[Effect] = []
         for each in returns:
             agents = [connected[task] for task in each.tasks if task in connected]
-            self._left_soon |= {agent.slot: agent for agent in agents}
             fields = {"job": each.job, "user": each.user, "needs": each.num_nodes}
             named = {"tasks": [a.task for a in agents], "hosts": hosts_of(agents)}
-            effects.append(Note("nodes_given_back", {**fields, **named}))
-            effects.append(Send(tuple(agents), messages.NoticeRequest(NO_DEADLINE_S)))
+            effects += self._let_leave(agents, Note("nodes_given_back", {**fields, **named}))
         return [] if self.fenced else self._do(effects)
+
+    def _let_leave(self, agents: Collection[Agent], why: Note) -> list[Effect]:
+        """Let agents leave their nodes at the next checkpoint, without a deadline."""
+        self._left_soon |= {agent.slot: agent for agent in agents}
+        return [why, Send(tuple(agents), messages.NoticeRequest(NO_DEADLINE_S))]
+
+    def _leaves_soon(self, agent: Agent) -> bool:
+        return self._left_soon.get(agent.slot) == agent
 
     def drained(self, states: Mapping[str, str]) -> list[Effect]:
         """Let agents leave, without a deadline, whose nodes are drained: they get no new jobs.
@@ -280,19 +286,17 @@ class LeaderState:
         """
         effects: list[Effect] = []
         members, rules = self.run.ranks.members, self.run.rules
-        num_left = sum(self._left_soon.get(agent.slot) != agent for agent in members)
+        num_left = sum(not self._leaves_soon(agent) for agent in members)
         for agent in sorted(self._tracker.last_heartbeat, key=lambda a: a.slot):
-            is_due = agent.host in states and self._left_soon.get(agent.slot) != agent
+            is_due = agent.host in states and not self._leaves_soon(agent)
             if not is_due or queue_name(agent.task) != agent.task:
                 continue
             if agent in self.run.ranks:
                 if rules.usable_nodes(num_left - 1) < rules.min_nodes:
                     continue
                 num_left -= 1
-            self._left_soon[agent.slot] = agent
             fields = {"task": agent.task, "host": agent.host, "state": states[agent.host]}
-            effects.append(Note("node_drained", fields))
-            effects.append(Send((agent,), messages.NoticeRequest(NO_DEADLINE_S)))
+            effects += self._let_leave([agent], Note("node_drained", fields))
         return [] if self.fenced else self._do(effects)
 
     def appended(self) -> list[Effect]:
@@ -547,10 +551,11 @@ class LeaderState:
         Those without a place in the round, then those of the last ranks. The minimum and the tasks
         of its slots stay, unless ``give_way=all``.
         """
-        run, stay = self.run, self._left_soon
+        run = self.run
         least = 0 if run.rules.give_way == "all" else run.rules.min_nodes
-        members = [a for a in run.ranks.members if stay.get(a.slot) != a]
-        waiting = [a for a in run.participants.joined if a not in members and stay.get(a.slot) != a]
+        members = [agent for agent in run.ranks.members if not self._leaves_soon(agent)]
+        joined = (agent for agent in run.participants.joined if not self._leaves_soon(agent))
+        waiting = [agent for agent in joined if agent not in members]
         leaving = sorted(members, key=lambda a: a.slot >= least)[least:][::-1]
         return tuple(
             (agent.task, agent.host)

@@ -154,21 +154,24 @@ class EventIndex:
             kind = event["kind"]
             self._by_kind[kind].append(event)
             if kind == "preempt":
-                if of_task := self._attempts[event["node_task"]]:
-                    of_task[next(reversed(of_task))].preempted_by = str(event["user"])
+                if newest := self._newest(event["node_task"]):
+                    newest.preempted_by = str(event["user"])
             elif kind == "nodes_given_back":
-                for task in event["tasks"]:
-                    if of_task := self._attempts[task]:
-                        newest = of_task[next(reversed(of_task))]
-                        newest.given_for = f"job {event['job']} of {event['user']}"
+                for newest in filter(None, map(self._newest, event["tasks"])):
+                    newest.given_for = f"job {event['job']} of {event['user']}"
             elif "attempt" in event:
                 self.attempt(event["task"], int(event["attempt"])).add(event)
-            elif of_task := self._attempts[event["task"]]:
-                of_task[next(reversed(of_task))].add(event)
+            elif newest := self._newest(event["task"]):
+                newest.add(event)
         self.has_replicas = any("placed" in event for event in self.of("round"))
         """Whether each node is a replica (``ft=true``)."""
         self.rounds = self._parse_rounds()
         """The rounds, by number."""
+
+    def _newest(self, task: str) -> TaskAttempt | None:
+        """Return the attempt of a task that was seen last; None before the first."""
+        of_task = self._attempts[task]
+        return of_task[next(reversed(of_task))] if of_task else None
 
     def _parse_rounds(self) -> list[Round]:
         found: dict[int, Round] = {}

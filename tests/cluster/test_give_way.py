@@ -59,7 +59,7 @@ def test_a_run_gives_two_nodes_back_for_a_job_that_waits_and_takes_them_again(
 def test_each_kind_of_job_that_could_start_gets_nodes_and_others_get_none(
     slurm, sweep, tmp_path, other
 ):
-    """One after the other, and one that is cancelled just then; no sample is lost or seen twice."""
+    """Each in turn; the last job is cancelled while nodes go back. Each sample is seen once."""
     run = counting(sweep, tmp_path / "run", "nodes=1:4", "launcher.give_way=auto")
     eventually(lambda: run.sweep.group_sizes()[-1:] == [4], "all four train")
     held = other("-N1", "-H")

@@ -9,6 +9,7 @@ from dataclasses import make_dataclass
 from enum import Enum
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException
@@ -32,10 +33,15 @@ def resolvers():
     BaseContainer._resolvers.update(before)
 
 
-def test_the_private_parts_of_omegaconf_are_as_they_were():
+def test_the_private_parts_of_omegaconf_and_hydra_are_as_they_were():
     """Nodes keep their state in these attributes, and resolvers their options in a closure."""
     config = OmegaConf.create({"a": {"b": [1]}})
-    assert vars(config).keys() >= {"_metadata", "_parent", "_content"}
+    assert vars(config).keys() >= {"_metadata", "_parent", "_content", "_flags_cache"}
+    for name in ("get_node", "get_parent_container", "get_flag", "set_parent", "key", "value"):
+        assert callable(getattr(config, f"_{name}")), name
+    assert callable(config._get_node("a")._get_node("b")._get_node(0)._set_value)
+    applied = inspect.signature(ConfigLoaderImpl._apply_overrides_to_config)
+    assert list(applied.parameters) == ["overrides", "cfg"]
     assert vars(config._get_node("a")._metadata).keys() == {
         "ref_type", "object_type", "optional", "key", "flags", "flags_root", "resolver_cache",
         "key_type", "element_type",

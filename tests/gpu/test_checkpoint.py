@@ -71,7 +71,7 @@ def test_a_copy_that_is_not_waited_for_is_seen(gpus, tmp_path):
     The copies come before, while or after the bytes are written, or when their buffer is gone.
     """
     with pytest.raises(AssertionError, match=r"sums ==|load_latest|, -11, "):
-        run_ranks(gpus(count=2), save_and_restore, 1, str(tmp_path), 200000, True)
+        run_ranks(gpus(count=2), save_and_restore, 1, str(tmp_path), 500000, True)
 
 
 def save_without_pinned_memory(rank, size, store, directory):

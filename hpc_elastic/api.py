@@ -472,8 +472,8 @@ class ElasticExecutor(Executor):
         from hpc_elastic.launcher.plan import RunRequest
         from hpc_elastic.launcher.submit import (
             make_run_id,
+            open_sweep,
             released_on_failure,
-            require_writable,
             submit,
         )  # fmt: skip
 
@@ -486,7 +486,7 @@ class ElasticExecutor(Executor):
                 future.add_done_callback(self._open.discard)
             name = calls[0][1].qualname.rpartition(".")[2]
             sweep = self._folder / make_run_id(name)
-            require_writable(sweep)
+            open_sweep(sweep)
             dirs = [sweep / str(n) for n in range(len(calls))] if len(calls) > 1 else [sweep]
             requests = [
                 RunRequest(path, self._settings, entry)
@@ -605,7 +605,7 @@ def launch_entry(
         ended_by_interrupt,
         is_awaited,
         make_run_id,
-        require_writable,
+        open_sweep,
         submit,
     )  # fmt: skip
     from hpc_elastic.launcher.wait import wait
@@ -613,7 +613,7 @@ def launch_entry(
     checked = resolve(config, overrides=typed)
     entry = make_entry()
     path = Path(run_dir or f"runs/{make_run_id(name)}").absolute()
-    require_writable(path)
+    open_sweep(path)
     with ended_by_interrupt():
         runs = submit([RunRequest(path, checked, entry)], sweep=path, name=name)
         if in_background:

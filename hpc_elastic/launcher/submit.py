@@ -32,7 +32,7 @@ from hpc_elastic.launcher.progress import location, shown
 from hpc_elastic.launcher.run_handle import RunHandle, SubmittedJobs
 from hpc_elastic.launcher.user_code import link_snapshot, provenance, take_snapshot
 from hpc_elastic.report.run_view import overrides_label
-from hpc_elastic.run import ownership, registry
+from hpc_elastic.run import fencing, ownership, registry
 from hpc_elastic.run.directory import SUBMISSION, PoolTerms, RunDir, RunSpec, Submission
 from hpc_elastic.run.redaction import is_secret
 from hpc_elastic.shared_files import create_atomic, make_folder, names_in, write_atomic
@@ -188,6 +188,23 @@ def lost_flags(optimize: int, warnings: Sequence[str], environ: Mapping[str, str
     if optimize and "PYTHONOPTIMIZE" not in environ:
         flags.append(f"-{'O' * optimize} (PYTHONOPTIMIZE={optimize})")
     return ", ".join(flags)
+
+
+def require_one_process(environ: Mapping[str, str]) -> None:
+    """Refuse a process that torchrun or srun has started beside others: each would submit (pure).
+
+    Only the first process of a step of Slurm may: it may be the user's shell.
+    """
+    if fencing.VARIABLE in environ:
+        return  # a worker of a run may submit another run
+    is_shell = environ.get("SLURM_PROCID", "0") == "0"
+    for key, is_alone in (
+        ("WORLD_SIZE", "RANK" not in environ), ("SLURM_STEP_NUM_TASKS", is_shell),
+    ):  # fmt: skip
+        if (number := environ.get(key, "1")) != "1" and not is_alone:
+            remedy = f"each of these {number} processes would start a run of its own: start one, "
+            remedy += "or leave the launcher out ('~launcher') to train in them"
+            raise ConfigError(key, number, remedy)
 
 
 def _note_secrets(overrides: Sequence[str]) -> None:
@@ -465,8 +482,13 @@ def write_concurrently(write_run: Callable[..., None], *of_each_run: Sequence[An
         pass
 
 
-def require_writable(folder: Path) -> None:
-    """Make the sweep directory; raise RunDirectoryError if it cannot be made or written to."""
+def open_sweep(folder: Path) -> None:
+    """Make the sweep directory.
+
+    Raises RunDirectoryError if it cannot be made or written to, and ConfigError in one process of
+    several (`require_one_process`).
+    """
+    require_one_process(os.environ)
     probe = folder / ".hpc_elastic-probe"
     try:
         make_folder(folder, parents=True)

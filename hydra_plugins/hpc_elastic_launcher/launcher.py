@@ -50,8 +50,8 @@ class ElasticLauncher(Launcher):
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        """Keep Hydra's arguments, and check that the sweep directory is writable."""
-        from hpc_elastic.launcher.submit import require_writable
+        """Keep Hydra's arguments, and check that the sweep directory can be used."""
+        from hpc_elastic.launcher.submit import open_sweep
         from hpc_elastic.launcher.sweep import (
             Sweep,
             check_choices,
@@ -71,7 +71,7 @@ class ElasticLauncher(Launcher):
         with without_traceback():
             require_sweep_dir(config)
             check_choices(config)
-            require_writable(self._sweep.dir)
+            open_sweep(self._sweep.dir)
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -404,6 +405,24 @@ def test_a_site_without_arrays_is_told_so():
 def test_flags_of_python_that_workers_lack_are_named(optimize, warnings, environ, lost):
     """`python -O train.py`: assertions would hold in the workers, without a word."""
     assert submit.lost_flags(optimize, warnings, environ) == lost
+
+
+@pytest.mark.parametrize(
+    ("environ", "refused"),
+    [
+        ({}, None),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        ({"WORLD_SIZE": "2"}, None),  # exported by a shell; no launcher's without a rank
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE='2'"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "HPC_ELASTIC_FENCE": "{}"}, None),  # a worker of a run
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}, None),  # may be srun --pty bash
+        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS='4'"),
+    ],
+)
+def test_one_process_of_several_submits_nothing(environ, refused):
+    """Each process of torchrun or srun would start a run, and all would succeed."""
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        submit.require_one_process(environ)
 
 
 class OnePartition:

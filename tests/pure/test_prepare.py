@@ -19,8 +19,8 @@ from hpc_elastic.launcher.submit import (
     lay_out,
     make_run_id,
     next_array,
+    open_sweep,
     remove_rendered,
-    require_writable,
     terms_of,
     with_free_numbers,
     write,
@@ -226,7 +226,7 @@ def test_a_sweep_directory_that_can_not_be_made_is_named(tmp_path):
     """The error has the path and the key that moves it elsewhere."""
     (tmp_path / "file").touch()
     for attempt in (
-        lambda: require_writable(tmp_path / "file" / "sweep"),
+        lambda: open_sweep(tmp_path / "file" / "sweep"),
         lambda: write(plan_in(tmp_path / "file" / "sweep"), "train"),
     ):
         with pytest.raises(RunDirectoryError, match=r"file/sweep.*hydra\.sweep\.dir"):

@@ -34,13 +34,14 @@ def run(
     *,
     timeout_s: float | None,
     env: Mapping[str, str] | None = None,
+    stdin: str | None = None,
     errors: Literal["replace", "surrogateescape"] = "replace",
 ) -> subprocess.CompletedProcess[str]:
     """Run a command that may hang: on a dead controller, a GPU's driver, NFS.
 
     `subprocess.run` waits without limit for a killed process that the kernel holds. The command has
     a process group of its own, which is killed as a whole: killing a shell alone would leave its
-    child behind.
+    child behind. ``stdin`` is its standard input.
 
     The call lasts at most ``timeout_s`` (None: no limit) and `_REAP_S`. ``errors`` is the treatment
     of bytes that are not UTF-8: ``surrogateescape`` for names of files. Raises OSError if it cannot
@@ -51,17 +52,18 @@ def run(
 
     process = subprocess.Popen(
         argv, env=env, text=True, errors=errors, process_group=0,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
-        output, error_output = process.communicate(timeout=timeout_s)
+        output, error_output = process.communicate(stdin, timeout=timeout_s)
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_REAP_S)
-            for pipe in (process.stdout, process.stderr):
+            for pipe in (process.stdin, process.stdout, process.stderr):
                 if pipe is not None:
                     pipe.close()
     return subprocess.CompletedProcess(argv, process.returncode, output, error_output)

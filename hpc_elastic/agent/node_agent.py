@@ -46,6 +46,7 @@ from hpc_elastic.rendezvous.task_recovery import longest_join_s
 from hpc_elastic.rendezvous.term import RunFiles
 from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.notify import Notifier
 from hpc_elastic.run.task_name import queue_name
 from hpc_elastic.shared_files import Mount, read_bytes
 from hpc_elastic.site import QueuePolicy
@@ -358,6 +359,7 @@ class NodeAgent:
             queue=self._queue,
             files=RunFiles(run),
             generation=spec.generation,
+            prepare_message=Notifier(run, spec, events.write).prepare,
             timing=leader.LeaderTiming.of(self._mount),
         )  # fmt: skip
 

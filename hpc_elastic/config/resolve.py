@@ -6,9 +6,9 @@ import ipaddress
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from hpc_elastic.config import parse, slurm_flags, timeouts
 from hpc_elastic.config.parse import (
@@ -28,6 +28,8 @@ from hpc_elastic.config.schema import (
     TOP_LEVEL,
     Backend,
     NodeRange,
+    NotifyEvent,
+    NotifySettings,
     OptunaSettings,
     RunSettings,
     SlurmSettings,
@@ -218,6 +220,10 @@ def _contradictions(nodes: NodeRange, settings: Backend, *, ft: bool) -> Iterato
     if settings.agent.numa is not None and not settings.agent.preflight:
         remedy = "the preflight finds where the GPUs are: leave it on, or leave out numa"
         yield ConfigError("launcher.agent.preflight", False, remedy)
+    notify = settings.notify
+    if notify != NotifySettings() and not notify.has_receiver:
+        remedy = "needs launcher.notify.command or launcher.notify.webhook, which get the messages"
+        yield ConfigError("launcher.notify", asdict(notify), remedy)
     key, limit = "launcher.max_agents", getattr(settings, "max_agents", None)
     if isinstance(settings, SlurmSettings):
         # with coallocate_min the min part is no part of the array
@@ -390,16 +396,8 @@ def read_env_file(path: str | None) -> dict[str, str]:
     key = "launcher.env_file"
     if path is None:
         return {}
-    try:
-        with Path(path).open(encoding="utf-8") as file:
-            status = os.fstat(file.fileno())
-            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-                raise ConfigError(key, path, f"other users have access to it: chmod 600 {path}")
-            lines = file.read().splitlines()
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(key, path, f"it cannot be read: {e}") from e
     found: dict[str, str] = {}
-    for at, line in enumerate(lines, start=1):
+    for at, line in enumerate(_read_private(key, path).splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         name, is_variable, value = line.partition("=")
@@ -408,6 +406,34 @@ def read_env_file(path: str | None) -> dict[str, str]:
             raise ConfigError(key, path, f"line {at}: {wrong or 'it has a null character'}")
         found[name.strip()] = value
     return found
+
+
+def _read_private(key: str, path: str) -> str:
+    """Return the text of a file of secrets; ConfigError if others may read or write it."""
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                raise ConfigError(key, path, f"other users have access to it: chmod 600 {path}")
+            return file.read()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(key, path, f"it cannot be read: {e}") from e
+
+
+def _webhook(given: Given) -> str:
+    """Return the URL, also that of a variable ``$NAME`` or of a file; no error shows it."""
+    url, where = text(given), "***"
+    if "://" not in url:
+        where, is_name = url, url.startswith("$")
+        url = os.environ.get(url[1:], "") if is_name else _read_private(given.key, url).strip()
+    if not re.fullmatch(r"https?://[!-~]+", url):
+        remedy = "allowed is a URL (https://...), or a variable $NAME or a file that has one"
+        raise ConfigError(given.key, where, remedy)
+    return url
+
+
+def _notify_events(given: Given) -> list[str]:
+    return [parse.choice(Given(given.key, each), get_args(NotifyEvent)) for each in texts(given)]
 
 
 def _mounts(given: Given) -> list[str]:
@@ -539,6 +565,8 @@ FORMS: dict[str, Parser] = {
     "file": _existing_file,
     "environment": _environment,
     "environment file": _env_file,
+    "webhook": _webhook,
+    "notify events": _notify_events,
     "networks": _networks,
     "modules": _modules,
     "mounts": _mounts,

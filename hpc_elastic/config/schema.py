@@ -105,6 +105,43 @@ class AgentSettings:
     written; null: no port."""
 
 
+NotifyEvent = Literal["ended", "failed", "lost", "waiting", "requeued", "excluded"]
+
+
+@dataclass
+class NotifySettings:
+    """Messages about a run, each sent once (``launcher.notify``)."""
+
+    command: str | None = None
+    """Shell command that gets the message as a JSON object on its standard input, on a node of the
+    run, or where the launcher waits. All users of that machine can read it."""
+    webhook: Annotated[str | None, "webhook"] = None
+    """URL that the message is sent to by POST, as JSON; it is hidden in reports. To keep it off the
+    command line: ``$NAME``, a variable, or the path of a file that only its owner may read. Both
+    are read at the submission."""
+    events: Annotated[list[str], "notify events"] = field(
+        default_factory=lambda: ["ended", "failed", "lost"]
+    )
+    """``ended``: otherwise than ``failed``; ``lost``: its tasks have ended without a result;
+    ``waiting``: it lacks nodes for ``wait_s``; ``requeued``: too few nodes, so all return to the
+    queue; ``excluded``: its tasks do not start on a node. Only a launcher, `hpc-elastic wait` or
+    ``result_job`` reports that a run is lost, or waits without a node."""
+    wait_s: Annotated[float, "span"] = 3600.0
+    """Seconds without a group after which a run is ``waiting``."""
+    timeout_s: Annotated[float, "span"] = 10.0
+    """Seconds that the command, and the webhook, may take."""
+
+    @property
+    def has_receiver(self) -> bool:
+        """Whether there is a command or a webhook."""
+        return self.command is not None or self.webhook is not None
+
+    @property
+    def noted_wait_s(self) -> float | None:
+        """Seconds after which a wait is noted; None: it is not."""
+        return self.wait_s if self.has_receiver and "waiting" in self.events else None
+
+
 @dataclass
 class ContainerSettings:
     """Container of the tasks (``launcher.container``)."""
@@ -197,6 +234,7 @@ class LauncherSettings:
     read at the submission."""
     rendezvous: RendezvousSettings = field(default_factory=RendezvousSettings)
     agent: AgentSettings = field(default_factory=AgentSettings)
+    notify: NotifySettings = field(default_factory=NotifySettings)
 
 
 @dataclass

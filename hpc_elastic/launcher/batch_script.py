@@ -58,6 +58,10 @@ SHARE_FLAGS = frozenset(
 """Flags in ``launcher.sbatch`` that name a share of a node; ``gres`` does if it names GPUs, shards
 or MPS."""
 
+MAIL_FLAGS = ("mail-type", "mail-user")
+"""Flags of the job whose end is that of the runs, with ``launcher.result_job``; else of the array,
+for which Slurm sends one mail at its start and one at its end, and none for a task."""
+
 _CPUS = '"$SLURM_CPUS_ON_NODE"'
 _CPUS_OF_SMALLEST_NODE = (
     '"$(tr , "\\n" <<< "$SLURM_JOB_CPUS_PER_NODE" | sort -n | sed "s/(.*//;q")"'
@@ -180,6 +184,7 @@ def render_result_job(script: Script) -> str:
         "time": settings.time,
         "signal": "B:USR1@120",
         "reservation": settings.sbatch.get("reservation"),
+        **{name: settings.sbatch.get(name) for name in MAIL_FLAGS},
     }
     directives = [f"#SBATCH {directive(n, v)}" for n, v in flags.items() if v is not None]
     exported = [f"export {name}={value}" for name, value in exports(script).items()]
@@ -243,6 +248,7 @@ def directives(script: Script) -> list[str]:
         "mem": 0 if whole_node else settings.mem,
         "exclusive": True if whole_node else settings.exclusive,
         **settings.sbatch,
+        **(dict.fromkeys(MAIL_FLAGS) if settings.result_job else {}),
     }
     return [directive(n, v) for n, v in flags.items() if v is not None and v is not False]
 

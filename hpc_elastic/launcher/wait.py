@@ -7,12 +7,18 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from hpc_elastic._util import sigterm_as_interrupt
-from hpc_elastic.errors import HpcElasticError, RunDirectoryError, SlurmError
+from hpc_elastic.errors import (
+    HpcElasticError,
+    RunDirectoryError,
+    SlurmError,
+    UntrustedRunError,
+)
 from hpc_elastic.launcher.follow import RunFollower
 from hpc_elastic.launcher.progress import (
     Progress,
@@ -25,6 +31,8 @@ from hpc_elastic.launcher.progress import (
 from hpc_elastic.launcher.run_handle import RunHandle, SubmittedJobs
 from hpc_elastic.report.run_view import RunEnd, RunView, label_of
 from hpc_elastic.run.directory import SUBMISSION, RunDir, RunSpec, Submission
+from hpc_elastic.run.notify import Notifier
+from hpc_elastic.run.ownership import require_own
 from hpc_elastic.run.registry import user
 from hpc_elastic.shared_files import is_there
 from hpc_elastic.slurm.client import SlurmClient
@@ -146,6 +154,9 @@ class Waiter:
         self._sleep = sleep
         self._follower = RunFollower((), self._list_tasks, clock=clock)
         self._list_error = ""
+        self._without_group: dict[Path, float] = {}
+        """Since when each run has had no group, as far as it was polled."""
+        self._sent: set[tuple[object, ...]] = set()
         self._unreadable_since: dict[Path, float] = {}
         self._warned_unreadable = False
         self.watch(runs)
@@ -178,9 +189,37 @@ class Waiter:
                     self._display.print_message(text)
         views = [news.view for news in self._runs if news.view is not None]
         self._report_unreadable(views)
+        for view in views:
+            self._send_messages(view)
         rows = zip(self._runs, views, strict=True)
         self._display.show_rows([row_of(news.run, view) for news, view in rows])
         return views
+
+    def _send_messages(self, view: RunView) -> None:
+        """Send what a run cannot without a process: that it is lost, or waits in the queue."""
+        spec, run, now = view.spec, view.run, self._clock()
+        waited_s = now - self._without_group.setdefault(run.path, now)
+        if view.trains or spec is None:
+            del self._without_group[run.path]
+            return
+        longest_s = spec.settings.launcher.notify.noted_wait_s
+        kind, facts = "", dict[str, object]()
+        if view.ended is not None:
+            kind, facts = view.ended.status, {"why": view.ended.why}
+        elif longest_s is not None and waited_s >= longest_s:
+            round_ = view.status.round if view.status is not None else 0
+            kind, facts = "waits_long", {"round": round_, "waited_s": waited_s}
+        what = (run.path, kind, facts.get("round"))
+        send = Notifier(run, spec, self._report_message).prepare(kind, facts)
+        if send is not None and what not in self._sent:
+            self._sent.add(what)
+            with suppress(UntrustedRunError):  # it would be the command of somebody else
+                require_own(run.path, run.spec)
+                send()
+
+    def _report_message(self, kind: str, *, why: str | None, **fields: object) -> None:
+        if why is not None:
+            self._display.print_message(f"a message was not delivered: {why}")
 
     def _list_tasks(self, specs: Sequence[RunSpec]) -> QueueSnapshot | None:
         """Return the scheduler's list; None while it does not answer, which is reported once."""

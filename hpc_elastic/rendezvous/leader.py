@@ -24,7 +24,7 @@ from hpc_elastic.rendezvous import effects, messages
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.follower_state import REMOVED
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
-from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, RoundRules
+from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, RoundRules, RunEnding
 from hpc_elastic.rendezvous.round_state import RoundPhase
 from hpc_elastic.rendezvous.run_status import waiting_for
 from hpc_elastic.rendezvous.status_writer import StatusWriter
@@ -265,6 +265,9 @@ class Leader:
                 self._disconnect(agent, "it timed out, or has connected again")
             case effects.Note(kind, fields):
                 self._status_writer.append_event(kind, **fields)
+                send = self._context.prepare_message(kind, fields, self._state.at.index)
+                if send is not None:
+                    self._start(self._call_if_leading(send), self._clean_up)
             case effects.Append():
                 self._start(self._append(effect), self._duties)
             case effects.Announce():
@@ -369,6 +372,7 @@ class Leader:
         await self._status_writer.publish_result(entry)
         self._term.do(afterwards)
         await self._call_if_leading(self._context.cancel_pending)
+        await self._in_thread(self._context.send_end, entry.ending)
 
     async def _query_tasks(self) -> None:
         without, query = "the tasks of the run cannot be listed", self._context.scheduler.poll_tasks
@@ -549,6 +553,15 @@ class LeaderContext:
     timing: LeaderTiming = LeaderTiming()
     queue: QueuePolicy | None = None
     """What the queue lets the run do; None if it has no tasks there."""
+    prepare_message: Callable[..., Callable[[], None] | None] = lambda kind, facts, index=0: None
+    """See `Notifier.prepare`."""
+
+    def send_end(self, ending: RunEnding | None) -> None:
+        """Send the message about the end of the run, unless another agent has."""
+        if ending is not None:
+            facts = {"status": ending.status, "failure": ending.summary}
+            if (send := self.prepare_message("end", facts)) is not None:
+                send()
 
     def cancel_pending(self) -> None:
         """Cancel the queued tasks of the run, which has ended; siblings may start in its place."""

@@ -149,6 +149,8 @@ class LeaderState:
         """When the queue is queried next; infinite until it has answered."""
         self._short_due, self._short_pause_s = now, _QUEUE_EVERY_S
         self._leave_requests = LeaveRequests()
+        self._noted_round: int | None = None
+        """The last round whose long wait was noted."""
         self._left_soon: dict[int, Agent] = {}
         """Of each slot the agent that was asked last to leave at a checkpoint."""
 
@@ -349,9 +351,22 @@ class LeaderState:
         effects = self._lose_timed_out(now)
         effects += self._do(self.rounds.tick(now))
         effects += self._do(self._hangs.tick(self.rounds, now))
+        effects += self._do(self._note_long_wait(now))
         effects.append(Send(tuple(self._tracker.last_heartbeat), messages.Heartbeat()))
         effects += self._renew_lease(now) + self._remove_entries(now)
         return [*effects, *self._query_tasks(now), *self._query_queue(now)]
+
+    def _note_long_wait(self, now: float) -> list[Effect]:
+        """Note, once for each round, that the run has had no group for long."""
+        run = self.run
+        longest_s, waited_s = run.rules.noted_wait_s, now - run.forming_since
+        if longest_s is None or waited_s < longest_s or run.phase is not RoundPhase.FORMING:
+            return []
+        if run.entry.round == self._noted_round:
+            return []
+        self._noted_round = run.entry.round
+        fields = {"round": run.entry.round, "waited_s": waited_s, "min_nodes": run.rules.min_nodes}
+        return [Note("waits_long", {**fields, "nodes": len(run.participants.joined)})]
 
     def tick_quorum(self, now: float) -> list[Effect]:
         """Handle the passing of time for the lighthouse; call it 20 to 50 times a second."""

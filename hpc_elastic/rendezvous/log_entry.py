@@ -428,6 +428,8 @@ class RoundRules:
     """Whether its waiting tasks get time limits that fit between other jobs."""
     give_way: str = "off"
     """Which nodes go back for jobs of others: ``off``, ``on`` (beyond the minimum) or ``all``."""
+    noted_wait_s: float | None = None
+    """Seconds without a group after which that is noted; None: it is not (``launcher.notify``)."""
     max_failed_rounds: int = LauncherSettings.max_failed_rounds
     max_requeues: int | None = LauncherSettings.max_requeues
     """How often a task may be requeued; None: no limit."""
@@ -457,6 +459,7 @@ class RoundRules:
             ft=settings.ft, unit_nodes=nodes.unit, node_counts=tuple(settings.node_counts),
             in_sweep=in_sweep, fits_time_limits=fits_time_limits,
             give_way=getattr(launcher, "give_way", "off"),
+            noted_wait_s=launcher.notify.noted_wait_s,
         )  # fmt: skip
 
     def usable_nodes(self, num_nodes: int) -> int:

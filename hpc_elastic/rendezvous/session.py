@@ -388,6 +388,7 @@ class Session(SessionState):
         await writer.publish_result(entry)
         await writer.close()
         await self._in_thread(self._context.cancel_pending)
+        await self._in_thread(self._context.send_end, entry.ending)
         self._carry_out(afterwards)
 
     async def _query_slurm(self, task: str) -> None:

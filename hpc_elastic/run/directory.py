@@ -294,6 +294,8 @@ class RunDir:
     """Requests of tasks that leave together (`slurm.combined_requests`)."""
     saves_to = _Below("saves_to")
     """Other directories of checkpoints (`checkpoint.store`)."""
+    notified = _Below("notified")
+    """The messages that were sent about the run, a file each (`run.notify`)."""
     tasks = _Below("tasks")
     event_logs = _Below("events")
     results = _Below("results")

@@ -14,7 +14,8 @@ HIDDEN = "***"
 """Replacement of a secret."""
 
 _SECRET = re.compile(
-    r"token$|secret|passw|passphrase|credential|(api|access|private|auth|signing)[_-]?key|^env$",
+    r"token$|secret|webhook|passw|passphrase|credential|(api|access|private|auth|signing)[_-]?key"
+    r"|^env$",
     re.IGNORECASE,
 )
 _IN_URL = re.compile(r"(\w://[^/\s:@]*:)[^/\s@]+@")

@@ -429,7 +429,7 @@ class SlurmClient:
         """
         if (lost := self.find_job(script, index, besides=known)) is not None:
             return lost
-        flags = ["--begin=now+600"]
+        flags = ["--begin=now+600", "--mail-type=NONE"]  # the array's mail is once for all tasks
         flags += [] if index is None else [f"--array={index}"]
         avoided = sorted(exclude)
         flags += [f"--exclude={compress(avoided)}"] if avoided else []

@@ -512,8 +512,8 @@ def test_a_script_is_submitted_again_for_one_element(command, tmp_path):
     assert client.resubmit("/s/array-0.sbatch", 4, exclude=["n2", "n1"]) == "9"
     assert client.resubmit("/s/array-1.sbatch", None) == "9"
     assert [call for call in command.calls() if call.startswith("--parsable")] == [
-        "--parsable --begin=now+600 --array=4 --exclude=n[1-2] /s/array-0.sbatch",
-        "--parsable --begin=now+600 /s/array-1.sbatch",
+        "--parsable --begin=now+600 --mail-type=NONE --array=4 --exclude=n[1-2] /s/array-0.sbatch",
+        "--parsable --begin=now+600 --mail-type=NONE /s/array-1.sbatch",
     ]
     seen = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines())
     assert inside.items() <= seen.items()

@@ -150,7 +150,7 @@ _SHORT = {
     **{"H": "hold", "k": "no-kill"},
 }
 _SBATCH_ONLY = {
-    **dict.fromkeys(("array", "wrap", "signal"), VALUE),
+    **dict.fromkeys(("array", "wrap", "signal", "mail-type", "mail-user"), VALUE),
     **dict.fromkeys(("parsable", "requeue", "no-requeue"), FLAG),
 }
 SBATCH = OptionTable({**_SHARED, **_SBATCH_ONLY}, {**_SHORT, "a": "array"}, stops=True)

@@ -64,6 +64,8 @@ _log = logging.getLogger(__name__)
 
 TAKEN = 128 + signal.SIGTERM
 _UNFIT_AWAY_S = 10.0
+_GONE_S = 60.0
+"""Time after which another machine may have the name of a node that went away."""
 _COUNT_S = 120.0
 
 
@@ -86,7 +88,12 @@ def supervise(
         "task", attempt=task.attempt, host=task.slurm.node_name, pid=os.getpid(), started=started
     )
     notices, time_limit = preemption.PreemptionState(events), _time_limit(task, started)
-    watch = preemption.PreemptionWatcher(caught, task.pool, notices, time_limit)
+    host = task.slurm.node_name
+    watch = preemption.PreemptionWatcher(
+        caught, task.pool, notices, time_limit,
+        lambda why: events.write("notice_command_failed", host=host, why=why),
+        lambda left_s: _avoid_own_node(task, left_s),
+    )  # fmt: skip
     watch.start()
     with patiently(AgentFolder) as folder:
         try:
@@ -130,6 +137,16 @@ def _time_limit(task: Task, started: float) -> preemption.TimeLimitSource:
         spread_s=min(30.0, task.num_in_array / 100),
         first_spread_s=min(30.0, float(task.num_in_array - 1)),
     )
+
+
+def _avoid_own_node(task: Task, left_s: float) -> None:
+    """Let the run's tasks avoid a node that goes away, also this one when it is requeued."""
+    host, until = task.slurm.node_name, time.time() + left_s + _GONE_S
+    if task.spec.settings.backend == "slurm":
+        try:
+            quarantine.remember_excluded(task.run, [host], "it goes away", until)
+        except OSError as e:
+            _log.warning("%s may get tasks of this run again: %s", host, e)
 
 
 def _combined_queue(task: Task) -> requeue.TaskQueue:

@@ -7,6 +7,7 @@ Whatever announces it, all becomes one notice with a reason and a deadline:
                                                                after it if the task is ending
     the end of the task's wall time               time limit   that end
     the user signal; a file; the user's code      asked        signal_delay_s after it; as asked
+    launcher.agent.notice_command                 asked        as it prints; else signal_delay_s
 
 The deadline is when the node must have been left, with a reserve for what comes last: the workers
 end, the task goes back to the queue. Until then the workers go on, and the run's leader arranges a
@@ -17,12 +18,15 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from hpc_elastic import _util
 from hpc_elastic.agent.signals import SignalPipe
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.rendezvous.messages import PreemptionNotice
@@ -59,6 +63,20 @@ def of_signal(number: signal.Signals, pool: Pool, now: float) -> PreemptionNotic
     if number.name == f"SIG{pool.launcher.preempt_signal}":
         return within(Reason.ASKED, pool.launcher.signal_delay_s, now, number.name)
     return None
+
+
+def of_command(
+    exit_code: int, output: str, signal_delay_s: float, now: float
+) -> PreemptionNotice | None:
+    """Return what ``launcher.agent.notice_command`` means that ended now; None: nothing.
+
+    Exit code 0 with output is a notice; its first word may be the number of seconds that are left.
+    """
+    words = output.split()
+    if exit_code or not words:
+        return None
+    is_number = re.fullmatch(r"\d{1,9}(\.\d+)?", words[0])
+    return within(Reason.ASKED, float(words[0]) if is_number else signal_delay_s, now)
 
 
 def of_departure(how: ExitAction | None, pool: Pool, now: float) -> PreemptionNotice:
@@ -144,6 +162,8 @@ def why_leave_now(
 _LOOK_AGAIN_S = 2.0
 """The end of the wall time is asked for once more, so long before the notice."""
 _ASK_SILENT_S = 60.0
+_COMMAND_EVERY_S, _COMMAND_S = 5.0, 10.0
+"""Pause between two calls of ``notice_command``, and how long one may take."""
 _SOONER_S = 1.0
 """A deadline that has come nearer by less is not sent again."""
 
@@ -263,6 +283,8 @@ class PreemptionWatcher:
     """Turns signals and the approaching end of the wall time into notices, on a thread.
 
     It may query Slurm, which can take seconds; nothing of the training waits for it.
+    ``notice_command`` runs on a thread of its own. ``report`` gets, once, why that fails; ``avoid``
+    the seconds within which the node goes, before the notice.
     """
 
     def __init__(
@@ -271,7 +293,10 @@ class PreemptionWatcher:
         pool: Pool,
         notices: PreemptionState,
         scheduler: TimeLimitSource,
+        report: Callable[[str], object] = lambda why: None,
+        avoid: Callable[[float], object] = lambda left_s: None,
     ) -> None:
+        self._report, self._avoid = report, avoid
         self._caught = caught
         self._pool = pool
         self._notices = notices
@@ -292,6 +317,10 @@ class PreemptionWatcher:
     def start(self) -> None:
         """Begin to watch, from the signals that have come already on."""
         self._thread.start()
+        command = self._pool.launcher.agent.notice_command
+        if command is not None:
+            run = threading.Thread(target=self._run_command, args=(command,), daemon=True)
+            run.start()
 
     def close(self) -> None:
         """Watch no longer."""
@@ -312,6 +341,32 @@ class PreemptionWatcher:
                     how = self._scheduler.predict_exit()
                     self._notices.add(of_departure(how, self._pool, came_at))
             self._check_clock()
+
+    def _run_command(self, command: str) -> None:
+        """Run the command until it gives notice."""
+        has_failed = False
+        while not self._ended.is_set():
+            code, output, why = 1, "", ""
+            try:
+                done = _util.run(["/bin/sh", "-c", command], timeout_s=_COMMAND_S)
+                code, output = done.returncode, done.stdout
+                if code < 0 or code > 125:  # no answer of a command: killed, or not there
+                    why = f"exit code {code}: {done.stderr.strip()[-200:]}"
+            except subprocess.TimeoutExpired:
+                why = f"it has not ended after {_COMMAND_S:g} s"
+            except OSError as e:
+                why = str(e)
+            if why and not has_failed:
+                has_failed = True
+                self._report(why)
+            now, delay_s = time.monotonic(), self._pool.launcher.signal_delay_s
+            notice = of_command(code, output, delay_s, now)
+            if notice is not None:
+                _log.warning("launcher.agent.notice_command: %s", output.strip()[:200])
+                self._avoid(notice.given_s or delay_s)
+                self._notices.add(notice)
+                return
+            self._ended.wait(_COMMAND_EVERY_S)
 
     def _plan(self, end: float) -> None:
         """Plan the notice, and a query shortly before it: limits get extended."""

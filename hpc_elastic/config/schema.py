@@ -100,6 +100,11 @@ class AgentSettings:
     """Bind each worker, and so its pinned memory, to CPUs near its GPU, as ``torchrun
     --numa-binding``: ``node`` is those of the GPU's NUMA node. null: not bound, as with torchrun.
     It needs ``preflight``, and torch 2.9 or newer."""
+    notice_command: str | None = None
+    """Shell command that the agent runs every 5 s on its node: exit code 0 with output means that
+    the node will go away, in as many seconds as a number at the beginning says, else
+    ``launcher.signal_delay_s``. The node is left as at a preemption, and the run's tasks avoid it
+    until a minute after that time. null: none."""
     metrics_port: Annotated[int | None, "port"] = None
     """Serve this node's OpenMetrics on this port of 127.0.0.1, beside the text file that is always
     written; null: no port."""

@@ -103,6 +103,7 @@ _TEMPLATES = {
     "node_drained": "{host} is {state}: it is left at the next checkpoint",
     "host_failure": "a failure was counted against {host} ({strikes} of 2): {text}",
     "gpus_not_measured": "the GPUs of {host} cannot be measured: {why}",
+    "notice_command_failed": "launcher.agent.notice_command fails on {host}: {why}",
     "warm_worker_died": "the warm worker of {host} ended by itself ({why}): the next restart takes "
                         "longer there",
     "checkpoint_recovered": "checkpoints are written again, from step {step} on",

@@ -83,7 +83,8 @@ class TimelineEntry:
             ``crash_loop``, ``tasks_restarted``, ``leader``, ``leader_failed``, ``hang``,
             ``straggler``,
             ``preflight``, ``start_failed``, ``gpus_not_measured``, ``warm_worker_died``,
-            ``slow_exit``, ``group_mismatch``, ``bad_loss``, ``checkpoint_failed``,
+            ``notice_command_failed``, ``slow_exit``, ``group_mismatch``, ``bad_loss``,
+            ``checkpoint_failed``,
             ``checkpoint_recovered``, ``state_mismatch``, ``heal_failed``, ``state_unsaved``,
             ``growth_decision``, ``sweep_decision``, ``cancel``, ``preempt``, ``kill``, ``resume``.
         time: When it began, in Unix seconds.
@@ -102,9 +103,9 @@ class TimelineEntry:
             tasks_restarted: tasks, hosts, avoids; start_failed: task, host, state, reason, hosts,
             again; leader_failed: host, terms, again; checkpoint_failed: step; growth_decision:
             nodes, grows; sweep_decision: runs; hang, straggler, preflight, gpus_not_measured,
-            warm_worker_died, slow_exit, group_mismatch, bad_loss, checkpoint_recovered,
-            state_mismatch, heal_failed, state_unsaved, cancel, preempt, kill, resume: as in the
-            event.
+            warm_worker_died, notice_command_failed, slow_exit, group_mismatch, bad_loss,
+            checkpoint_recovered, state_mismatch, heal_failed, state_unsaved, cancel, preempt, kill,
+            resume: as in the event.
         is_open: Whether it goes on.
         has_replicas: Whether the nodes are replicas, and none of them was stopped (``ft=true``).
     """
@@ -169,6 +170,7 @@ _FACTS: dict[str, tuple[str, ...]] = {
     "sweep_decision": ("runs",),
     "leader_failed": ("host", "terms", "again"),
     **dict.fromkeys(("hang", "straggler", "preflight", "gpus_not_measured"), ()),
+    "notice_command_failed": (),
     **dict.fromkeys(("warm_worker_died", "slow_exit", "group_mismatch", "bad_loss"), ()),
     **dict.fromkeys(("checkpoint_recovered", "state_mismatch", "heal_failed", "state_unsaved"), ()),
     **dict.fromkeys(("cancel", "preempt", "kill", "resume"), ()),

@@ -85,7 +85,7 @@ _OF_TASKS = (
          "leader, when it receives the notice",
          "its agent, and the leader",
          (Field("reason", "text", "`signal`: SIGTERM; `time_limit`; `asked`: by the user signal, a "
-                "notice file or the script"),
+                "notice file, launcher.agent.notice_command or the script"),
           Field("left_s", "number", "seconds until the node has to have been left"),
           Field("signal", "text", "the signal that announced it; absent: none", True),
           Field("given_s", "number", "seconds from the announcement to the end; absent: unknown",
@@ -108,6 +108,9 @@ _OF_TASKS = (
          "nvidia-smi has failed or does not answer: often the sign of a GPU that is about to fail.",
          "once; it tries again every five minutes", _AGENT,
          (_HOST, Field("why", "text", "what nvidia-smi wrote, or the time-out"))),
+    Kind("notice_command_failed", "launcher.agent.notice_command fails, or hangs.",
+         "once for each attempt; it is called again every 5 s", _AGENT,
+         (_HOST, Field("why", "text", "its exit code, or the time-out"))),
     Kind("warm_worker_died",
          "A warm worker, which imports in advance for the next restart, has ended by itself.",
          "when that is detected", _AGENT,

@@ -1,14 +1,17 @@
 """Signals and the end of the wall time become notices, in a process of its own."""
 
 import json
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from functools import partial
 
 import pytest
 
+from hpc_elastic.agent import preemption
 from hpc_elastic.agent.preemption import (
     DrainController,
     PreemptionState,
@@ -16,7 +19,7 @@ from hpc_elastic.agent.preemption import (
     TimeLimitSource,
     why_leave_now,
 )
-from hpc_elastic.config.schema import SlurmSettings
+from hpc_elastic.config.schema import AgentSettings, SlurmSettings
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.rendezvous.messages import PreemptionNotice
 from hpc_elastic.run.directory import Pool, PoolTerms
@@ -78,6 +81,16 @@ class SignalPipe:
 
     def __init__(self) -> None:
         self.waited: list[float | None] = []
+        self._is_awake = threading.Event()
+
+    def wait(self, timeout_s: float | None) -> list[signal.Signals]:
+        """Wait until a call of `wake`."""
+        self._is_awake.wait(timeout_s)
+        return []
+
+    def wake(self) -> None:
+        """End the wait."""
+        self._is_awake.set()
 
 
 @pytest.fixture
@@ -166,6 +179,49 @@ def node(tmp_path):
     notices.connect(leader)
     why_leave = partial(why_leave_now, since=0.0, saves_itself=True)
     return leader, notices, page, DrainController(leader, notices, [page], why_leave)
+
+
+@pytest.fixture
+def hook(tmp_path, monkeypatch):
+    """Watches with a notice_command until it gives notice; returns notices and reports."""
+    monkeypatch.setattr(preemption, "_COMMAND_EVERY_S", 0.05)
+    monkeypatch.setattr(preemption, "_COMMAND_S", 0.5)
+
+    def watch(command: str):
+        notices, reports, avoided = PreemptionState(EventLog(tmp_path / "e", "7_1")), [], []
+        launcher = SlurmSettings(agent=AgentSettings(notice_command=command))
+        pool = Pool(range(1), launcher, PoolTerms(60, 30, whole_nodes=False), 1.0)
+        asks = TimeLimitSource(lambda: None, lambda: None)
+        watcher = PreemptionWatcher(
+            SignalPipe(), pool, notices, asks, reports.append, avoided.append
+        )
+        watcher.start()
+        deadline = time.monotonic() + 30
+        while notices.current is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        watcher.close()
+        return notices.current, reports, avoided
+
+    return watch
+
+
+def test_a_command_gives_notice_once_it_has_output(hook, tmp_path):
+    """Until then it has failed silently, as curl does without a notice."""
+    file = tmp_path / "notice"
+    threading.Timer(0.5, file.write_text, ["40 spot\n"]).start()
+    notice, reports, avoided = hook(f"cat {file}")
+    assert (notice.reason, notice.given_s) == (Reason.ASKED, 40) and avoided == [40]
+    assert reports == []
+
+
+def test_a_command_that_hangs_or_is_not_there_is_reported_once(hook, tmp_path):
+    """It is called again, and counts when it works."""
+    count = tmp_path / "count"
+    is_late = f"echo >> {count}; test $(wc -l < {count}) -gt 3"
+    for fails, word in {"sleep 60": "after 0.5 s", "no-such-hook": "exit code 127"}.items():
+        count.unlink(missing_ok=True)
+        notice, (why,), _ = hook(f"if {is_late}; then echo 40; else {fails}; fi")
+        assert notice is not None and word in why
 
 
 def test_a_script_can_ask_for_its_node_to_be_left(node):

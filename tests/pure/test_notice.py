@@ -8,6 +8,7 @@ import pytest
 from hpc_elastic.agent.preemption import (
     measured_departure_s,
     merged,
+    of_command,
     of_departure,
     of_signal,
     of_time_limit,
@@ -54,6 +55,24 @@ def test_what_a_signal_means(number, expected):
 def test_a_task_that_is_being_ended_has_kill_wait_only(how, by):
     """Slurm says which; where it is silent, the worse is taken."""
     assert of_departure(how, POOL, 1000) == PreemptionNotice(Reason.SIGNAL, by)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "output", "by"),
+    [
+        (0, "30\n", 1025),
+        (0, "90.5 spot interruption", 1085.5),
+        (0, "TRUE\n", 1115),
+        (0, "-5", 1115),
+        (0, "1e999", 1115),
+        (0, " \n", None),
+        (1, "404 - Not Found", None),
+    ],
+)
+def test_output_of_the_notice_command_is_a_notice(exit_code, output, by):
+    """A number at its beginning is the seconds that are left, else they are signal_delay_s."""
+    expected = None if by is None else PreemptionNotice(Reason.ASKED, by)
+    assert of_command(exit_code, output, 120, 1000) == expected
 
 
 def test_the_reserve_is_a_third_of_a_short_time():

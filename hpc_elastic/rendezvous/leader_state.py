@@ -259,6 +259,7 @@ class LeaderState:
             effects = [] if self.fenced else self._do(self.rounds.sweep_answered(why, now))
         if advice.max_nodes is not None:
             self.run.growth.share = advice.max_nodes
+        effects += self.drained(advice.reserved, keeps_min=False)
         return [*effects, *self.drained(advice.drained), *self._give_back(advice.returns)]
 
     def _give_back(self, returns: Iterable[NodeReturn]) -> list[Effect]:
@@ -280,11 +281,11 @@ class LeaderState:
     def _leaves_soon(self, agent: Agent) -> bool:
         return self._left_soon.get(agent.slot) == agent
 
-    def drained(self, states: Mapping[str, str]) -> list[Effect]:
+    def drained(self, states: Mapping[str, str], *, keeps_min: bool = True) -> list[Effect]:
         """Let agents leave, without a deadline, whose nodes are drained: they get no new jobs.
 
-        At least min nodes of the members stay: a drained node goes on with the job that it has.
-        ``states`` are Slurm's, by host.
+        At least min nodes of the members stay, unless the nodes are reserved: a drained node goes
+        on with the job that it has. ``states`` are Slurm's, by host.
         """
         effects: list[Effect] = []
         members, rules = self.run.ranks.members, self.run.rules
@@ -294,7 +295,7 @@ class LeaderState:
             if not is_due or queue_name(agent.task) != agent.task:
                 continue
             if agent in self.run.ranks:
-                if rules.usable_nodes(num_left - 1) < rules.min_nodes:
+                if keeps_min and rules.usable_nodes(num_left - 1) < rules.min_nodes:
                     continue
                 num_left -= 1
             fields = {"task": agent.task, "host": agent.host, "state": states[agent.host]}

@@ -225,7 +225,8 @@ _OF_THE_GROUP = (
           Field("pairs", "integer", "number of such pairs"))),
     Kind("node_drained", "A node gets no new jobs: it is left at the next checkpoint.",
          "once, when Slurm is queried about other runs", _LEADER,
-         (_HOST, Field("state", "text", "Slurm's state of the node, such as `draining`"))),
+         (_HOST, Field("state", "text", "Slurm's state of the node, such as `draining`; or "
+                      "`reserved from 14:00`, for a maintenance that ends its jobs"))),
     Kind("nodes_given_back",
          "Nodes go back for a job of somebody else that can start with them: they are left at a "
          "checkpoint.", "with launcher.give_way, at most every 20 seconds", _LEADER,

@@ -8,10 +8,15 @@ has planned for a waiting job. A node that does not answer (``*``), is about to 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from hpc_elastic.run.directory import RunSpec
 from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.parsing import QueuedJob
+from hpc_elastic.slurm.run_tasks import jobs_of
 
 _PLAN = "-"
 _HARMLESS = f"~#%!+{_PLAN}"
@@ -77,3 +82,40 @@ def list_drained(client: SlurmClient, hosts: Iterable[str]) -> dict[str, str]:
     """Return those of some nodes that are drained, each with its state in sinfo's words."""
     found = client.each_node(None, hosts)
     return {node: state for node, state in found.items() if NodeState.parse(state).is_drained}
+
+
+_LEFT_AHEAD_S = 600.0
+"""How long before a reservation its nodes are left."""
+
+
+def list_reserved(
+    reservations: Iterable[QueuedJob], ends: Mapping[str, float], now: float
+) -> dict[str, str]:
+    """Return the nodes that a reservation takes soon, before their tasks end, each with its start.
+
+    Slurm starts no job that would reach into a reservation, and makes none over jobs that run,
+    unless it has the flag IGNORE_JOBS: that of a maintenance, which ends these jobs. ``ends`` are
+    the ends of the tasks' time, by node; all times in Unix seconds (pure).
+    """
+    found: dict[str, str] = {}
+    for each in reservations:
+        begin = each.starts_at
+        if (
+            begin is None
+            or "IGNORE_JOBS" not in each.reason
+            or not now < begin < now + _LEFT_AHEAD_S
+        ):
+            continue
+        start = time.strftime("reserved from %H:%M", time.localtime(begin))
+        found |= {node: start for node in each.nodes if ends.get(node, 0.0) > begin}
+    return found
+
+
+def query_reserved(client: SlurmClient, spec: RunSpec) -> dict[str, str]:
+    """Return the nodes of a run for `list_reserved`; its tasks are listed if one may be."""
+    now, reservations = time.time(), client.reservations()
+    if not any("IGNORE_JOBS" in each.reason for each in reservations):
+        return {}
+    tasks = client.tasks(jobs_of(spec)).values()
+    left_s = ((t.node, math.inf if t.time_left_s is None else t.time_left_s) for t in tasks)
+    return list_reserved(reservations, {node: now + left for node, left in left_s}, now)

@@ -17,7 +17,7 @@ from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.site.limits import TimeSlots
 from hpc_elastic.site.neighbours import Neighbours, NodeReturn
-from hpc_elastic.site.nodes import list_drained
+from hpc_elastic.site.nodes import list_drained, query_reserved
 from hpc_elastic.site.siblings import Note, SweepQueue
 from hpc_elastic.slurm.client import SlurmClient
 
@@ -75,12 +75,14 @@ class QueueAdvice:
         max_nodes: The size up to which it grows beside its siblings, infinite without a limit;
             None: that was not weighed now.
         drained: Those of its nodes that are drained, each with Slurm's state.
+        reserved: Those that a reservation takes soon, each with its start.
         returns: What it gives back, each for one job.
     """
 
     blocked_why: str | None = None
     max_nodes: float | None = None
     drained: Mapping[str, str] = field(default_factory=dict)
+    reserved: Mapping[str, str] = field(default_factory=dict)
     returns: Sequence[NodeReturn] = ()
 
 
@@ -101,6 +103,7 @@ class QueuePolicy:
         note: Note = lambda kind, **fields: None,
     ) -> None:
         self._client = client
+        self._spec = spec
         self._siblings = SweepQueue(run, spec, partition, client, note)
         self._time_slots = [
             TimeSlots([(spec, pool)], partition, client, leads=True)
@@ -116,7 +119,7 @@ class QueuePolicy:
     def tick(self, question: QueueQuestion, hosts: Collection[str] = ()) -> QueueAdvice:
         """Let siblings start, and fit time limits, as far as due; ``hosts``: the run's nodes."""
         siblings, lost, grows = self._siblings, question.lost, question.grows
-        why = largest = drained = None
+        why = largest = drained = reserved = None
         with self._lock:
             if question.is_short:
                 what = "the other runs of the user cannot be listed"
@@ -129,9 +132,11 @@ class QueuePolicy:
             if largest is not None and hosts:  # Slurm was queried now
                 what = "whether nodes are drained is not known"
                 drained = self._calls.answer(what, lambda: list_drained(self._client, hosts))
+                what, spec = "reservations ahead are not known", self._spec
+                reserved = self._calls.answer(what, lambda: query_reserved(self._client, spec))
             self._fit(lambda slots: slots.fit_if_due())
             returns = self._returns(question)
-        return QueueAdvice(why, largest, drained or {}, returns or ())
+        return QueueAdvice(why, largest, drained or {}, reserved or {}, returns or ())
 
     def _returns(self, question: QueueQuestion) -> Sequence[NodeReturn] | None:
         neighbours, what = self._neighbours, "jobs of others may wait for nodes of this run"

@@ -218,11 +218,15 @@ class SlurmClient:
         states = ["-t", "PENDING"] if only_waiting else []
         argv = ["squeue", "-h", "-a", *states, "-O", parsing.QUEUE_FORMAT]
         jobs = self._run(argv)
-        reserved = self._run(["scontrol", "-a", "-o", "show", "reservation"])
         try:
-            return parsing.parse_queue(jobs) + parsing.parse_reservations(reserved)
+            return parsing.parse_queue(jobs) + self.reservations()
         except ValueError as e:
             raise SlurmCommandError(argv, 0, str(e)) from e
+
+    def reservations(self) -> list[parsing.QueuedJob]:
+        """Return the reservations that the user may see."""
+        output = self._run(["scontrol", "-a", "-o", "show", "reservation"])
+        return parsing.parse_reservations(output)
 
     def jobs_with_needs(self) -> list[parsing.QueuedJob]:
         """Return the jobs that the user may see, of all partitions, and what they need."""

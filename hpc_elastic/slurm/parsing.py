@@ -214,6 +214,7 @@ class QueuedJob:
         limit_s: Its time limit; None without a limit.
         num_tasks: Number of waiting elements of an array in this line, each with `num_nodes`.
         partitions: Where it runs, or may run.
+        reason: Why it waits; the flags of a reservation.
         job: The job id, of the array if it is one; empty for a reservation.
         priority: The scheduler tries jobs of a higher one first.
         user: Whose it is; this, ``nice`` and ``needs`` are listed with `NEEDS_FORMAT` only.
@@ -406,7 +407,8 @@ def parse_reservations(output: str) -> list[QueuedJob]:
         begin, end = (_date(row.get(name, "")) for name in ("StartTime", "EndTime"))
         if (nodes := _hosts(row.get("Nodes", ""))) and begin is not None:
             limit_s = None if end is None else end - begin
-            found.append(QueuedJob(RESERVED, nodes, begin, limit_s=limit_s))
+            flags = row.get("Flags", "")
+            found.append(QueuedJob(RESERVED, nodes, begin, limit_s=limit_s, reason=flags))
     return found
 
 

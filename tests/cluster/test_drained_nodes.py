@@ -31,6 +31,32 @@ def test_a_drained_node_is_left_at_a_checkpoint_and_replaced(slurm, sweep, tmp_p
 
 
 @pytest.mark.long
+def test_a_node_is_left_before_a_maintenance_that_ignores_its_job(slurm, sweep, tmp_path):
+    """The reservation was made while the task ran; no step is lost, and another node comes."""
+    run = counting(sweep, tmp_path / "run", "nodes=1:2")
+    eventually(lambda: run.sweep.group_sizes()[-1:] == [2], "two train")
+    eventually(lambda: run.sweep.events("first_step"), "they make steps")
+    reserved = hosts(run.sweep)[-1]
+    fields = ["starttime=now+5minutes", "duration=10", "users=root", "flags=maint,ignore_jobs"]
+    create = ["scontrol", "create", "reservation", "reservation=repair", *fields]
+    slurm.run([*create, f"nodes={reserved}"])
+    try:
+        eventually(lambda: run.sweep.events("node_drained"), "the leader reads that")
+        (event,) = run.sweep.events("node_drained")
+        assert event["host"] == reserved and event["state"].startswith("reserved from ")
+        eventually(
+            lambda: run.sweep.group_sizes()[-1] == 2 and reserved not in hosts(run.sweep),
+            "two train on other nodes",
+        )
+        run.hurry()
+        output = run.sweep.output()
+    finally:
+        slurm.run(["scontrol", "delete", "reservation=repair"])
+    assert run.sweep.result()["status"] == "succeeded", output
+    assert run.replayed() == 0 and run.is_complete()
+
+
+@pytest.mark.long
 def test_a_run_ends_whose_directory_was_removed(slurm, sweep, tmp_path):
     """Its tasks leave the queue, those that wait too, and their logs say why."""
     run = counting(sweep, tmp_path / "run", "nodes=1:6")

@@ -59,7 +59,9 @@ def test_a_reservation_ends_a_gap_as_a_planned_job_does():
         "ReservationName=r StartTime=2030-03-17T18:46:00 EndTime=2030-03-17T19:46:00 "
         "Duration=01:00:00 Nodes=n[1-2] NodeCnt=2 Flags=MAINT,SPEC_NODES State=INACTIVE\n"
     )
-    assert reserved == QueuedJob(RESERVED, ("n1", "n2"), reserved.starts_at, limit_s=HOUR)
+    assert reserved == QueuedJob(
+        RESERVED, ("n1", "n2"), reserved.starts_at, limit_s=HOUR, reason="MAINT,SPEC_NODES"
+    )
     reserved = replace(reserved, starts_at=NOW + HOUR)
     assert starts({"n1": "idle", "n3": "idle"}, [reserved], HOUR) == [0, 0]
     assert starts({"n1": "idle", "n3": "idle"}, [reserved], 2 * HOUR) == [0, 2]

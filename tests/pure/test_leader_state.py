@@ -464,6 +464,14 @@ def test_min_nodes_stay_on_drained_nodes():
     assert leader.drained(states) == []
 
 
+def test_all_leave_before_a_maintenance():
+    """It ends their jobs, so no minimum stays; they save together."""
+    leader = training(A, B, C, min_nodes=2)
+    states = dict.fromkeys((A.host, B.host, C.host), "reserved from 14:00")
+    assert {*told(leader.drained(states, keeps_min=False), NoticeRequest)} == {A, B, C}
+    assert leader.drained(states, keeps_min=False) == []
+
+
 # ---- attempts of one task -------------------------------------------------------------------
 
 

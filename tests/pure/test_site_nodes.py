@@ -6,6 +6,8 @@ import pytest
 
 from hpc_elastic.doctor.cluster import _count_nodes
 from hpc_elastic.site import NodeState
+from hpc_elastic.site.nodes import list_reserved
+from hpc_elastic.slurm.parsing import parse_reservations
 
 MEANINGS = {
     "idle": "idle", "idle~": "idle", "idle#": "idle", "idle%": "idle", "idle!": "idle",
@@ -45,3 +47,30 @@ def test_the_doctor_counts_each_node_once_by_what_its_state_means():
     states = {"n1": "idle", "n2": "idle~", "n3": "mixed", "n4": "down*", "n5": "drained"}
     client = SimpleNamespace(each_node=lambda partition: states)
     assert _count_nodes(client, "gpu") == {"idle": 2, "mixed": 1, "down*": 1, "drained": 1}
+
+
+RESERVATION = (
+    "ReservationName=root_1 StartTime=2026-11-30T19:42:56 EndTime=2026-11-30T19:52:56 "
+    "Duration=00:10:00 Nodes=node[1-3] NodeCnt=3 CoreCnt=8 Features=(null) PartitionName=(null) "
+    "Flags={flags} TRES=cpu=8 Users=root Groups=(null) Accounts=(null) Licenses=(null) "
+    "State=INACTIVE BurstBuffer=(null) Watts=n/a MaxStartDelay=(null)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ahead_s", "expected"),
+    [
+        ("MAINT,IGNORE_JOBS,SPEC_NODES", 300, ["node1"]),
+        ("MAINT,IGNORE_JOBS,SPEC_NODES", 3600, []),
+        ("MAINT,IGNORE_JOBS,SPEC_NODES", -1, []),
+        ("MAINT,SPEC_NODES", 300, []),
+    ],
+)
+def test_a_node_is_left_before_a_reservation_that_ignores_its_task(flags, ahead_s, expected):
+    """node2's task ends before it, and on node3 the run has none."""
+    (found,) = parse_reservations(RESERVATION.format(flags=flags))
+    begin = found.starts_at
+    ends = {"node1": begin + 60, "node2": begin - 1, "node4": begin + 60}
+    reserved = list_reserved([found], ends, begin - ahead_s)
+    assert list(reserved) == expected
+    assert set(reserved.values()) <= {"reserved from 19:42"}

@@ -45,6 +45,7 @@ What it shows:
   step        the last step, as the script reports it, or of the optimizer
   pace        over the last five minutes of the present group, and the expected end
   nodes       in the group now, and over time as a line of blocks
+  waits       why its first task waits, while no group trains
   next node   when Slurm expects to start the next waiting task, or a gap begins in which one with
               launcher.time_min fits; or why that is unknown
   slow        ranks whose own part of a step takes over 1.3 times that of the median
@@ -59,7 +60,8 @@ overrides, phase (not submitted, queued, starting, waiting, training, requeued, 
 cancelled, lost, unknown), time, updated, submitted, round, nodes, min_nodes, max_nodes, world_size,
 group (time, nodes, world_size of each change), tasks (task, slot, state, reason, node, attempt,
 ranks, time_left_s, starts_in_s, last_known: its last known state if Slurm does not answer),
-next_node (at, not_before, why: of the next waiting task; null if none waits), step, total_steps,
+why_waits (why its first task waits, while no group trains), next_node (at, not_before, why: of the
+next waiting task; null if none waits), step, total_steps,
 loss, samples, steps_per_s, samples_per_s, remaining_s, checkpoint (step, time, kept, age_s),
 restarts, max_restarts, departures (number of attempts that ended: preempted, requeued, time_limit,
 cancelled, asked, node_lost, silence, nodes_requeued, agent_failed, end, ...), stragglers (rank,
@@ -262,6 +264,8 @@ def _rows(details: RunDetails, width: int) -> Iterator[tuple[str, RenderableType
         yield "checkpoint", Text("none yet")
     if details.nodes is not None:
         yield "nodes", _nodes(details, details.nodes, width)
+    if view.why_waits is not None:
+        yield "waits", Text(view.why_waits, "yellow")
     if details.next_node is not None:
         yield "next node", _next_node(details.next_node, now)
     if slow := details.stragglers:
@@ -451,7 +455,8 @@ A run's state is one of
 
 \b
 With --json, a list of objects: run_id, run (the directory), submitted (Unix seconds), state, nodes,
-step, total_steps, loss (null if unknown), overrides and problem (why its files cannot be read).
+step, total_steps, loss (null if unknown), overrides, problem (why its files cannot be read) and
+why_waits (why its first task waits, while no group trains).
 
 \b
 Examples:
@@ -474,6 +479,7 @@ class Listed:
     loss: float | None = None
     overrides: str = ""
     problem: str | None = None
+    why_waits: str | None = None
 
 
 @click.command(epilog=_LIST_HELP)
@@ -509,7 +515,7 @@ def listed(known: Sequence[KnownRun], query: Query | None = None) -> list[Listed
     views = read_views([run.path for run in known], query or take_snapshot)
     found = []
     for run, view in zip(known, views, strict=True):
-        row = Listed(run.run_id, str(run.path), run.submitted, view.phase)
+        row = Listed(run.run_id, str(run.path), run.submitted, view.phase, why_waits=view.why_waits)
         if view.spec is None:
             row = replace(row, state="unknown", problem=view.notes[0])
         else:
@@ -539,7 +545,8 @@ def _print_runs(runs: Sequence[Listed], *, cut: bool) -> None:
         path, title = Path(run.run), Text(run.run_id, style="bold")
         place = str(path.relative_to(here)) if path.is_relative_to(here) else run.run
         ago = f"{duration(time.time() - run.submitted)} ago"
-        more = (ago, run.problem or run.overrides, place)
+        waits = f"{run.overrides} waits: {run.why_waits}".strip() if run.why_waits else ""
+        more = (ago, run.problem or waits or run.overrides, place)
         for line in () if wide else filter(None, more):
             title.append(f"\n  {line}", style="dim not bold")
         of = f" of {run.total_steps:,}" if run.total_steps else ""

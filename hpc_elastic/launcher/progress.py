@@ -36,7 +36,8 @@ _MANY = 500
 T = TypeVar("T")
 
 Row = dict[str, str]
-"""One run in the table: column -> text, empty or absent if unknown; ``total`` is in lines only."""
+"""One run in the table: column -> text, empty or absent if unknown; ``total`` is in lines only, and
+``waits`` there and below the table."""
 
 COLUMNS = (
     *("run", "overrides", "state", "nodes", "queue"),
@@ -49,7 +50,7 @@ _WRAPPED = ("run", "overrides", "queue", "result")
 """Columns that take several lines where the terminal is narrow."""
 _LOG_WIDTH = 160
 """Columns of the tables in a log file, where rich would assume 80."""
-_CHROME_LINES = 6
+_CHROME_LINES = 8
 """Lines of the table that are no runs, and of the prompt around it."""
 _LONGEST_RESULT = 200
 """Most characters of a result in the final table."""
@@ -152,7 +153,8 @@ def row_of(run: RunHandle, view: RunView) -> Row:
     if view.num_joined and view.phase == "training":  # spares, and nodes that are admitted later
         waiting = f"{counted(view.num_joined, 'node')} waiting"
         queue = ", ".join(filter(None, (waiting, queue)))
-    return {**row, "queue": queue}
+    waits = {"waits": view.why_waits} if view.why_waits is not None else {}
+    return {**row, "queue": queue, **waits}
 
 
 def _cells(view: RunView, num_tasks: int) -> Row:
@@ -246,7 +248,8 @@ def line_of(row: Row) -> str:
     """Return a row as one line (pure)."""
     cells = {name: row.get(name, "") for name in (*COLUMNS, "total")}
     parts = [f"{cells['state']} on {cells['nodes']} nodes" if cells["nodes"] else cells["state"]]
-    parts += [cells["queue"]] if cells["queue"] else []
+    why = f": {row['waits']}" if row.get("waits") else ""
+    parts += [f"{cells['queue']}{why}"] if cells["queue"] else []
     of_total = f" of {cells['total']} ({cells['progress']})" if cells["total"] else ""
     parts += [f"step {cells['step']}{of_total}"] if cells["step"] else []
     parts += [f"loss {cells['loss']}"] if cells["loss"] else []
@@ -269,7 +272,11 @@ def _table(rows: Sequence[Row], num_lines: int) -> Table:
     shown = fitting(rows, num_lines)
     columns = [name for name in COLUMNS if any(row.get(name) for row in shown)]
     table = _empty_table(columns)
-    table.caption = f"and {len(rows) - len(shown)} more" if len(rows) > len(shown) else None
+    notes = [f"and {len(rows) - len(shown)} more"] if len(rows) > len(shown) else []
+    notes += dict.fromkeys(
+        f"{row['run']} waits: {row['waits']}" for row in shown if row.get("waits")
+    )
+    table.caption = escape("\n".join(notes[:2])) or None
     for row in shown:
         cells = row
         if percent := row.get("progress"):

@@ -138,6 +138,7 @@ class RunDetails:
             "world_size": status.world_size if nodes and nodes[0] else 0,
             "group": [asdict(size) for size in self.account.sizes],
             "tasks": [asdict(task) for task in self.tasks],
+            "why_waits": self.view.why_waits,
             "next_node": None if self.next_node is None else asdict(self.next_node),
             "step": status.step, "total_steps": status.total_steps, "loss": status.loss,
             "samples": status.samples, "steps_per_s": self.pace.steps_per_s,

@@ -28,7 +28,7 @@ from hpc_elastic.report.failure import one_line
 from hpc_elastic.report.progress_log import TRAINING, Point
 from hpc_elastic.run.directory import Cancellation, RunDir, RunSpec
 from hpc_elastic.shared_files import parse_yaml, read_json
-from hpc_elastic.slurm.job_state import Phase, TaskState
+from hpc_elastic.slurm.job_state import Phase, TaskState, words_of
 from hpc_elastic.slurm.run_tasks import current_names
 from hpc_elastic.slurm.scheduler import QueueSnapshot, take_snapshot
 
@@ -135,6 +135,18 @@ class RunView:
         return self.phase == TRAINING and self.ended is None
 
     @property
+    def why_waits(self) -> str | None:
+        """Why its first task waits, in words, while no group trains; None if unknown."""
+        spec, states = self.spec, (self.tasks or {}).values()
+        waiting = [state for state in states if state.phase is Phase.PENDING]
+        if spec is None or self.trains or not waiting or spec.settings.backend == "local":
+            return None
+        first = min(waiting, key=lambda state: state.slot or 0)
+        launcher = spec.pool_of(first.slot or 0).launcher
+        names = (getattr(launcher, key, None) for key in ("account", "qos"))
+        return words_of(first.reason, *names)
+
+    @property
     def has_no_task_left(self) -> bool:
         """Whether the scheduler lists no task of it that runs or may start."""
         if self.tasks is None or not self.is_submitted:
@@ -162,7 +174,8 @@ class RunView:
             return self.concluded().describe()
         states = list(self.tasks.values())
         runs = any(state.phase is Phase.RUNNING for state in states)
-        return f"it {f'is {self.phase}' if runs else 'waits'}: {count_states(states)}"
+        why = f": {self.why_waits}" if self.why_waits and not runs else ""
+        return f"it {f'is {self.phase}' if runs else 'waits'}: {count_states(states)}{why}"
 
     def concluded(self) -> RunView:
         """Return the view of this run if it has ended without a result."""

@@ -174,6 +174,62 @@ _REASONS: tuple[tuple[str, Wait, str], ...] = (
 """Pattern of a whole reason, kind, and what to do; the first row that fits decides."""
 
 
+_SOONER = "a shorter launcher.time may start sooner"
+_WORDS = {
+    "": "Slurm has not looked at it yet",
+    "None": "Slurm has not looked at it yet",
+    "Priority": f"jobs of a higher priority are before it; {_SOONER}",
+    "Resources": f"the nodes that fit it are in use; {_SOONER}",
+    "Dependency": "the job that it depends on has not ended",
+    "BeginTime": "it may not start before its begin time",
+    "Licenses": "all licences that it asks for are in use",
+    "Reservation": "its reservation has not begun, or has no free node",
+    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
+    "NodeDown": "a node that it needs is down",
+    "JobArrayTaskLimit": "launcher.array_parallelism allows no more tasks at a time",
+    "AccountingPolicy": "a limit of your account or QOS is reached",
+    "Cleaning": "Slurm ends its last attempt",
+    "Prolog": "its node is made ready",
+    "SchedDefer": "Slurm tries it at the next pass of its scheduler",
+    "FrontEndDown": "a front end of the cluster is down",
+    "PowerNotAvail": "the power budget of the cluster is used up",
+    "PowerReserved": "the power budget of the cluster is reserved",
+    "FedJobLock": "the clusters of the federation have not agreed on it yet",
+    "BurstBufferResources": "the burst buffer is full",
+    "BurstBufferStageIn": "the burst buffer is being filled",
+}
+"""Why a task waits for what passes, or for an own limit that is of no account or QOS."""
+_LIMIT = re.compile(
+    r"(QOS|Assoc(?:iation)?)?(Grp|Max)?(\w*?)((?:Run)?Minutes)?(?:Per(User|Account))?(?:Limit)?"
+)
+_LIMITED = {
+    **{"Cpu": "CPUs", "CPU": "CPUs", "Node": "nodes", "Mem": "memory", "Memory": "memory"},
+    **{"GRES": "GPUs and other GRES", "License": "licences", "BB": "burst buffers"},
+    **dict.fromkeys(("Job", "Jobs"), "running jobs"),
+    **dict.fromkeys(("SubmitJob", "SubmitJobs"), "jobs in the queue"),
+    **{"Billing": "billing", "Energy": "energy"},
+}
+
+
+def words_of(reason: str, account: str | None = None, qos: str | None = None) -> str:
+    """Return why a task waits, in words; account and QOS are those that it asked for (pure)."""
+    word, _, details = reason.partition(",")
+    if (cure := remedy(reason)) is not None:
+        return cure
+    if word in _WORDS:
+        return _WORDS[word] + f" ({details.strip()})" * bool(details)
+    found = _LIMIT.fullmatch(word) if wait_of(reason) is Wait.OWN_LIMIT else None
+    if found is None:
+        return f"Slurm's reason is {reason.replace('_', ' ')!r}"
+    owner, of_all, resource, minutes, each = found.groups()
+    is_account = (owner or "").startswith("Assoc")
+    key, name = ("account", account) if is_account else ("QOS", qos)
+    what = _LIMITED.get(resource, "a resource") + (" times minutes" if minutes else "")
+    whose = f" of each {each.lower()}" if each else " of all its jobs together" * (of_all == "Grp")
+    limit = f"the limit of {f'{key} {name}' if name else f'your {key}'} for {what}{whose}"
+    return f"{limit} is reached: other jobs have to end, or choose another launcher.{key.lower()}"
+
+
 _MEMORY = "it took more memory than it has: ask for more, by launcher.mem"
 _LOG = "the task's log has the reason"
 _OF_ENDS = {

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 from sweeps import SLOWLY, eventually, hosts, leader_host
 from variants import Cluster, cluster
@@ -21,7 +25,8 @@ SETUP = (
     "add account science description=science organization=here",
     "add user hxsuser account=science",
     "add qos brief set MaxWall=00:01:00 Flags=DenyOnLimit",
-    "modify user hxsuser set qos=normal,brief",
+    "add qos single set MaxJobsPerUser=1",
+    "modify user hxsuser set qos=normal,brief,single",
 )
 pytestmark = pytest.mark.long
 
@@ -78,3 +83,21 @@ def test_a_run_with_accounting_comes_back_after_a_cancelling_preemption(user: Cl
     job = user.task(s, 0).partition("_")[0]
     sacct = ["sacct", "-n", "-X", "-D", "-P", "-o", "JobID,Account", "-j", job]
     eventually(lambda: f"{job}_0|science" in user.run(sacct).stdout, "sacct knows the task")
+
+
+def test_a_run_that_waits_for_a_limit_names_the_limit_and_its_qos(user: Cluster):
+    """The other run of the user has all that the QOS allows."""
+    first = user.sweep("first", "nodes=1", "launcher.qos=single", *SLOWLY)
+    eventually(lambda: first.events("first_step"), "it trains")
+    second = user.sweep("second", "nodes=1", "launcher.qos=single")
+    task = [*user.slurm.as_user(()), sys.executable, "-m", "hpc_elastic", "status", "--json"]
+
+    def why() -> str:
+        done = subprocess.run(
+            [*task, str(second.run())], env=user.env, capture_output=True, text=True, timeout=60
+        )
+        return str(json.loads(done.stdout)["why_waits"]) if done.returncode == 0 else ""
+
+    words = "the limit of QOS single for running jobs of each user is reached"
+    eventually(lambda: words in why(), words)
+    assert "choose another launcher.qos" in why()

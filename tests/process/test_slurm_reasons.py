@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.slurm import job_state
-from hpc_elastic.slurm.job_state import TaskState, Wait, remedy, wait_of
+from hpc_elastic.slurm.job_state import TaskState, Wait, remedy, wait_of, words_of
 
 BASE = list(
     filter(
@@ -121,3 +121,32 @@ def test_the_kind_of_a_reason(reason, kind):
 def test_a_task_that_no_node_could_start_is_held_for_it(words):
     """The second form is that of Slurm 26.05 after several tries."""
     assert TaskState("7_0", "PENDING", words).is_launch_held
+
+
+@pytest.mark.parametrize("reason", [*BASE, *GROUP, *MOST])
+def test_a_wait_is_said_in_words(reason):
+    """No code of Slurm is left in them, but for what an earlier attempt has left."""
+    words = words_of(reason)
+    assert words and words[0].islower() | words.startswith("Slurm")
+    if wait_of(reason) is Wait.OWN_LIMIT or remedy(reason) is not None:
+        assert reason not in words
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        ("QOSMaxNodePerUserLimit", "the limit of QOS long for nodes of each user is reached"),
+        ("QOSGrpGRES", "the limit of QOS long for GPUs and other GRES of all its jobs together"),
+        ("AssocGrpCPURunMinutesLimit", "the limit of account proj for CPUs times minutes of all"),
+        ("AssocMaxJobsLimit", "the limit of account proj for running jobs is reached"),
+        ("MaxJobsPerAccount", "the limit of QOS long for running jobs of each account"),
+        ("AssocGrpNodeLimit", "choose another launcher.account"),
+        ("ReqNodeNotAvail, UnavailableNodes:n1", "down, drained or reserved (UnavailableNodes:n1)"),
+        ("Licenses", "all licences"),
+        ("Constraints", "launcher.constraint"),
+        ("a_later_reason", "Slurm's reason is 'a later reason'"),
+    ],
+)
+def test_words_name_the_limit_and_whose_it_is(reason, expected):
+    """With the account and the QOS that the run asks for."""
+    assert expected in words_of(reason, "proj", "long")

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from hpc_elastic.launcher.progress import (
     Progress,
+    _table,
     console_for,
     fitting,
     is_worth_a_line,
@@ -171,3 +172,12 @@ def test_overrides_are_shown_as_they_were_typed():
     overrides = [r"nodes=1\:2", r"+text=a\,b", "launcher=slurm", "+launcher.time=5", "lr=0.1"]
     assert overrides_label(overrides) == "nodes=1:2 +text=a,b lr=0.1"
     assert overrides_label(["launcher.partition=a", "lr=1"]) == "launcher.partition=a lr=1"
+
+
+def test_a_run_that_waits_says_why_in_its_line_and_below_the_table():
+    """Of many runs that wait, the table names the first reasons only."""
+    row = {"run": "0", "overrides": "", "state": "queued", "queue": "1 task PENDING (Licenses)"}
+    row["waits"] = "all licences that it asks for are in use"
+    assert line_of(row) == f"[0]: queued, 1 task PENDING (Licenses): {row['waits']}"
+    rows = [{**row, "run": str(n)} for n in range(9)]
+    assert _table(rows, 4).caption == f"and 5 more\n0 waits: {row['waits']}"

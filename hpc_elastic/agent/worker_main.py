@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import dataclasses
 import enum
+import functools
 import gc
 import importlib
 import importlib.util
@@ -56,6 +57,11 @@ _FRAMES_OF_OURS = (
     __file__, *(str(Path(__file__).with_name(name)) for name in ("command.py", "main_block.py")),
     runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>",
 )  # fmt: skip
+_ADAPTERS = {
+    "lightning.pytorch": "hpc_elastic.integrations.adapted_lightning",
+    "transformers.trainer": "hpc_elastic.integrations.adapted_huggingface",
+}
+"""Modules of frameworks, and what makes a script that imports them elastic, a layer above."""
 _MAIN_NAMES = ("__main__", "__mp_main__")
 _LIBRARY = re.compile(r"/site-packages/|/dist-packages/|/lib(64)?/python3[^/]*/|^<")
 _LONGEST_TEXT = 1000
@@ -102,6 +108,9 @@ def main(argv: list[str]) -> int:
         if not entry.is_command:  # whose children are what they are under torchrun
             free_children()
         after_import("torch.multiprocessing.spawn", lambda: keep_spawned(environment, *check))
+        if spec.settings.launcher.adapt == "auto" and not spec.settings.ft:
+            for framework, adapter in _ADAPTERS.items():
+                after_import(framework, functools.partial(_adapt, adapter))
         function = load_function(entry)
         if warm_worker is not None:
             from hpc_elastic.agent.warm_workers import warn_of_late_variables
@@ -225,6 +234,10 @@ def _prepare_torch(
             group.on_step(process_group.size() or 0)
 
     optimizer_steps.watch(on_step)
+
+
+def _adapt(adapter: str) -> None:
+    importlib.import_module(adapter).install()
 
 
 def to_json(value: Any) -> str:

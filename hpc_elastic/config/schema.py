@@ -190,6 +190,10 @@ class LauncherSettings:
     require_group: bool = False
     """End the run if a worker makes an optimizer step without a process group of all workers; else
     that is named by ``status`` and events. Each worker would train a model of its own."""
+    adapt: Literal["auto", "off"] = "auto"
+    """Make unchanged scripts with Lightning's Trainer or Hugging Face's elastic (``auto``): each
+    sample once an epoch, and no step lost when the group changes. A line of rank 0 says what was
+    adapted, and what is not exact. Not with ``ft=true``. ``off`` leaves scripts as they are."""
     on_bad_loss: Literal["warn", "stop"] = "warn"
     """If a reported loss is not a finite number: name it in ``status`` and events (``warn``), or
     end the run as well (``stop``)."""
@@ -206,7 +210,8 @@ class LauncherSettings:
     """The user signal: ``scancel --signal=USR2 JOB`` makes the run save and leave the node."""
     global_batch: Annotated[int | None, "at least 1"] = None
     """The global batch that the script keeps constant: a run that may get more workers than it has
-    samples is refused at the submission. The script reads it from its config."""
+    samples is refused at the submission. The script reads it from its config. An unchanged script
+    that is adapted has it; null: as many samples as the script has on the fewest workers."""
     world_sizes: Annotated[list[int], "world sizes"] = field(default_factory=list)
     """The numbers of workers that a group may have, such as ``[1, 2, 4, 8]``, for a training whose
     ranks need equal shares of a batch (contrastive losses, which gather from all ranks). Further

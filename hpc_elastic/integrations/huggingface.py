@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_elastic.data import ElasticSampler
 from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.integrations.loader import ElasticLoader, sort_by_step, sync_all
+from hpc_elastic.integrations.loader import ElasticLoader, elastic_copy, sort_by_step, sync_all
 from hpc_elastic.run import fencing
 from hpc_elastic.worker import reporting
 from hpc_elastic.worker.checkpoint_trigger import Period, should_checkpoint
@@ -50,7 +50,7 @@ from hpc_elastic.worker.checkpoint_trigger import Period, should_checkpoint
 try:
     import torch
     import torch.distributed as dist
-    from torch.utils.data import DataLoader, IterableDataset
+    from torch.utils.data import IterableDataset
     from transformers import Trainer, TrainerCallback, TrainingArguments
 except ImportError as e:
     raise ImportError(
@@ -123,11 +123,6 @@ _RESTORED = (
     "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
 )  # fmt: skip
 """Arguments that a checkpoint's optimizer and schedule replace."""
-_LOADER = (
-    "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn",
-    "multiprocessing_context", "prefetch_factor", "persistent_workers", "in_order",
-)  # fmt: skip
-"""Arguments of the Trainer's DataLoader that the elastic one takes over."""
 
 _ORDER = {"get_train_dataloader", "_get_train_sampler", "_get_dataloader"}
 """The Trainer's methods that determine the order of the samples."""
@@ -168,6 +163,8 @@ class ElasticTraining(_Base):
     compute_loss: Any
     _loader: ElasticLoader
     """Of the training that goes on."""
+    _keeps_extra = True
+    """Whether checkpoints that ``save_strategy`` has not asked for stay once there is a newer."""
 
     def __init__(
         self,
@@ -177,13 +174,22 @@ class ElasticTraining(_Base):
         period: dict[str, Any] | None = None,
         **theirs: Any,
     ) -> None:
-        Period(**(period or {}))
+        args = self._prepare(args, theirs.get("train_dataset"), global_batch, period or {})
+        super().__init__(args=args, **theirs)
+        self._set_up()
+
+    def _prepare(
+        self, args: TrainingArguments, dataset: Any, global_batch: int, period: dict[str, Any]
+    ) -> TrainingArguments:
+        """Return the arguments with which the Trainer is to be made; ConfigError as above."""
+        Period(**period)
         args = copy.copy(args)
         batch = BatchDivision(
             global_batch, args.per_device_train_batch_size, args.process_index, args.world_size
         )
-        num_parts = args.gradient_accumulation_steps = batch.num_micro_batches(global_batch)
-        self._require_what_works(args, theirs.get("train_dataset"))
+        num_parts = batch.num_micro_batches(global_batch)
+        args.gradient_accumulation_steps = self._num_parts = num_parts
+        self._require_what_works(args, dataset)
         args.ignore_data_skip = True  # the sampler has the position
         args.average_tokens_across_devices = False  # the weights do it, for every loss
         self._save_total_limit, args.save_total_limit = args.save_total_limit, None
@@ -193,8 +199,13 @@ class ElasticTraining(_Base):
         self._is_loss_checked = False
         self._mark: dict[str, Any] = {}
         """That of the checkpoint from which the training continues."""
-        super().__init__(args=args, **theirs)
-        if args.gradient_accumulation_steps != num_parts:
+        self._period = period
+        return args
+
+    def _set_up(self) -> None:
+        """Take over what the Trainer has made; ConfigError as above."""
+        args: TrainingArguments = self.args
+        if args.gradient_accumulation_steps != self._num_parts:
             raise ConfigError(
                 "accelerator_config", args.accelerator_config.gradient_accumulation_kwargs,
                 "leave num_steps out: it follows from global_batch",
@@ -205,7 +216,7 @@ class ElasticTraining(_Base):
         self.loss_is_scaled_for_ga = True  # by the weights
         self._compute_unweighted_loss = self.compute_loss
         self.compute_loss = self._compute_weighted_loss
-        self._saving = _Saving(self, period or {})
+        self._saving = _Saving(self, self._period)
         self.add_callback(self._saving)
 
     def train(
@@ -263,9 +274,8 @@ class ElasticTraining(_Base):
             sampler.load_state_dict(self._mark)
             _require_same_epochs(self._mark, sampler)
         reporting.note_restored(sampler.step)
-        options = {name: getattr(theirs, name) for name in _LOADER}
         self._shares.clear()  # of a training that was interrupted
-        self._loader = ElasticLoader(DataLoader(theirs.dataset, batch_sampler=sampler, **options))
+        self._loader = elastic_copy(theirs, sampler)
         return self._loader
 
     def get_batch_samples(
@@ -422,10 +432,14 @@ class ElasticTraining(_Base):
     def remove_old_checkpoints(self) -> None:
         """Remove all but the newest ``save_total_limit`` complete checkpoints and the best one."""
         folder, best = Path(self.args.output_dir), self.state.best_model_checkpoint
-        if (self._save_total_limit or 0) < 1:
-            return
-        kept = _complete(folder)[-self._save_total_limit :]
-        for path in folder.glob("checkpoint-*"):
+        complete, limit = _complete(folder), max(0, self._save_total_limit or 0)
+        extra = {
+            path
+            for path in complete
+            if not self._keeps_extra and trainer_part(path).get("is_extra")
+        }
+        kept = {*complete[-1:], *[path for path in complete if path not in extra][-limit:]}
+        for path in folder.glob("checkpoint-*") if limit else extra - kept:
             if path not in kept and (best is None or path.resolve() != Path(best).resolve()):
                 (path / MARK).unlink(missing_ok=True)
                 shutil.rmtree(path, ignore_errors=True)
@@ -481,8 +495,8 @@ class _Saving(TrainerCallback):
         self._trainer = trainer
         self._period = period
         self._first_step = self._saved_step = 0
-        self._is_due = False
-        """Whether a save waits for the end of the epoch, which comes next."""
+        self._is_due = self._is_extra = False
+        """Whether a save waits for the end of the epoch, which comes next; whether it is extra."""
         self._is_evaluation_due = False
 
     def on_train_begin(self, args: Any, state: Any, flow: Any, **_: Any) -> None:
@@ -500,6 +514,7 @@ class _Saving(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, flow: Any, **_: Any) -> None:
         step, total = state.global_step, state.max_steps
         reporting.report(step=step, total_steps=total)
+        self._is_extra = not flow.should_save
         if should_checkpoint(step, **self._period) or flow.should_training_stop:
             flow.should_save = True
         sampler = self._trainer._loader.sampler
@@ -509,6 +524,7 @@ class _Saving(TrainerCallback):
         self._prepare(state, flow)
 
     def on_epoch_end(self, args: Any, state: Any, flow: Any, **_: Any) -> None:
+        self._is_extra = self._is_extra and not flow.should_save
         flow.should_save = flow.should_save or self._is_due
         self._is_due = False
         if state.global_step == self._saved_step:
@@ -540,9 +556,10 @@ class _Saving(TrainerCallback):
         loader = self._trainer._loader
         mark = loader.state_dict() | {
             "trainer": {
-                "run": _run(),
+                "run": own_run(),
                 "has_stopped": flow.should_training_stop,
                 "is_evaluation_due": self._is_evaluation_due,
+                "is_extra": self._is_extra,
                 "steps_per_epoch": loader.sampler.num_batches,
                 "arguments": {name: getattr(args, name) for name in _RESTORED},
             }
@@ -580,7 +597,13 @@ def _barrier() -> None:
         dist.barrier()
 
 
-def _run() -> str | None:
+def trainer_part(checkpoint: Path) -> dict[str, Any]:
+    """Return the Trainer's part of a complete checkpoint's mark."""
+    found: dict[str, Any] = json.loads((checkpoint / MARK).read_text()).get("trainer", {})
+    return found
+
+
+def own_run() -> str | None:
     """Return what identifies this process's run; None outside of one."""
     entry = fencing.own_entry()
     return None if entry is None else str(entry.parent.parent)
@@ -604,13 +627,12 @@ def _starting_point(folder: Path, given: Any) -> Path | None:
     ``given`` is `ElasticTraining.train`'s. Raises ConfigError if the next restart would continue
     from another one, or it is not complete.
     """
-    key, complete, run = "resume_from_checkpoint", _complete(folder), _run()
+    key, complete, run = "resume_from_checkpoint", _complete(folder), own_run()
     newest = complete[-1] if complete else None
     path = Path(given).resolve() if isinstance(given, (str, Path)) else None
     is_restart = False
     if newest is not None and run is not None:
-        of = json.loads((newest / MARK).read_text()).get("trainer", {}).get("run")
-        is_restart = of == run
+        is_restart = trainer_part(newest).get("run") == run
     if path is None and (given is not False or is_restart):
         return newest
     if path is None:

@@ -115,6 +115,8 @@ class ElasticCheckpoint(Checkpoint):
         self._asked_for_newest = False
         self._global_step = 0
         self._saved: int | None = None
+        self._inexact: str | None = None
+        """Why the data is the script's own, whose position is unknown (`adapted_lightning`)."""
 
     def newest(self) -> str | None:
         """Return the newest complete checkpoint, for ``ckpt_path``; None if there is none.
@@ -142,7 +144,8 @@ class ElasticCheckpoint(Checkpoint):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse arguments before another callback trains, and let others save and count first."""
         if stage == "fit":
-            _raise_first(_refused_arguments(trainer))
+            if self._inexact is None:
+                _raise_first(refused_arguments(trainer, pl_module))
             trainer.callbacks = [*(c for c in trainer.callbacks if c is not self), self]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -153,13 +156,14 @@ class ElasticCheckpoint(Checkpoint):
         """Restore the handler of SIGTERM and the position in the data; refuse what cannot work."""
         if reporting.own_page() is not None:
             signal.signal(signal.SIGTERM, self._handler)
-        _raise_first(_refused_data(self, trainer))
-        self._loaders = _train_data(trainer).flattened
+        if self._inexact is None:
+            _raise_first(_refused_data(self, trainer))
+            self._loaders = _train_data(trainer).flattened
         for loader in self._loaders:
             loader.is_endless = True
         step = self._saved = _step(trainer)
         self._global_step = trainer.global_step
-        has_position = bool(trainer.ckpt_path) and self._load_positions()
+        has_position = bool(trainer.ckpt_path) and (self._inexact or self._load_positions())
         reporting.note_restored(step if has_position else 0)
         if not trainer.ckpt_path:
             self._saved = None
@@ -172,7 +176,7 @@ class ElasticCheckpoint(Checkpoint):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Weight the gradients of this rank, whose share may be smaller than another's."""
-        weight, *others = {loader.weight for loader in self._loaders}
+        weight, *others = {loader.weight for loader in self._loaders} or {1.0}
         if others:
             raise ConfigError("train_dataloaders", [weight, *others], _ONE_WEIGHT)
         self._is_weighted = True
@@ -189,7 +193,7 @@ class ElasticCheckpoint(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
     ) -> None:
         """Count the batch as trained."""
-        if not (self._is_weighted or pl_module.automatic_optimization):
+        if self._loaders and not (self._is_weighted or pl_module.automatic_optimization):
             remedy = "call self.manual_backward(loss), which weights the gradients of each rank"
             raise ConfigError("training_step", "loss.backward()", remedy)
         for loader in self._loaders:
@@ -385,7 +389,7 @@ _CALLBACKS: dict[type, str] = {
 """Callbacks that are refused, with the remedy."""
 
 
-def _refused_arguments(trainer: Trainer) -> Iterator[_Refusal]:
+def refused_arguments(trainer: Trainer, module: LightningModule) -> Iterator[_Refusal]:
     """Yield what is refused before anything is done."""
     if (num := trainer.accumulate_grad_batches) != 1:
         yield "accumulate_grad_batches", num, f"leave it at 1: {_MICRO_BATCHES}"
@@ -413,7 +417,7 @@ def _refused_arguments(trainer: Trainer) -> Iterator[_Refusal]:
         yield "plugins", "SLURMEnvironment", remedy
     if trainer.world_size != int(os.environ.get("WORLD_SIZE", trainer.world_size)):
         yield "devices", trainer.world_size, "pass **world(): each worker would train by itself"
-    arguments = inspect.signature(trainer.lightning_module.training_step).parameters
+    arguments = inspect.signature(module.training_step).parameters
     if "dataloader_iter" in arguments:
         remedy = "take batch instead: what a step draws by itself cannot be counted as trained"
         yield "training_step", "dataloader_iter", remedy

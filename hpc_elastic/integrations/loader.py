@@ -15,6 +15,7 @@ complete checkpoint.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,19 @@ class ElasticLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state, with any number of workers."""
         self.sampler.load_state_dict(state)
+
+
+_OPTIONS = (
+    "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn",
+    "multiprocessing_context", "prefetch_factor", "persistent_workers", "in_order",
+)  # fmt: skip
+
+
+def elastic_copy(theirs: Any, sampler: ElasticSampler) -> ElasticLoader:
+    """Return an elastic loader of the data of a DataLoader, with its options."""
+    options = {name: getattr(theirs, name) for name in _OPTIONS}
+    loader_class: Any = sys.modules["torch.utils.data"].DataLoader
+    return ElasticLoader(loader_class(theirs.dataset, batch_sampler=sampler, **options))
 
 
 def sync_all(path: Path) -> None:

@@ -222,7 +222,7 @@ def _of_0_2(raw: Any, settings: Any) -> dict[str, Any]:
     return {
         "version": VERSION,
         **{name: raw[name] for name in kept},
-        "settings": settings,
+        "settings": settings | {"launcher": {"adapt": "off"} | settings["launcher"]},
         "terms": [{name: pool[name] for name in of_pool} for pool in raw["pools"] or [raw]],
         "file_env": raw["env"],
     }

@@ -1,4 +1,7 @@
-"""A script without a line of ours: it asks Slurm who it is, spawns its loader, and ends slowly."""
+"""Scripts without a line of ours.
+
+One asks Slurm for its ranks, spawns its loader, and ends slowly; one has Lightning's Trainer.
+"""
 
 import json
 import os
@@ -7,9 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from sweeps import eventually
 
+from hpc_elastic.report.attempts import EventIndex
+from hpc_elastic.report.timeline import build_timeline
+from hpc_elastic.run.events import read_events
 from slurm_sandbox import SlurmSandbox
+from undisturbed import UNCHANGED, undisturbed
 
 SCRIPT = """
 import os, subprocess, threading, time
@@ -96,3 +104,53 @@ def test_it_trains_in_groups_loses_a_node_and_ends_in_its_own_time(slurm: SlurmS
     (result,) = tmp_path.rglob("result.json")
     assert json.loads(result.read_text())["restarts"] == 0, output
     assert not list(Path(tmp_path).rglob("error.json")), output
+
+
+@pytest.mark.long
+def test_a_lightning_script_is_exact_as_it_is(slurm: SlurmSandbox, tmp_path):
+    """It grows, loses a node in an epoch and has it back; audit and parameters prove the rest."""
+    pytest.importorskip("lightning.pytorch", reason="pip install -e '.[frameworks]'")
+    script, path = UNCHANGED / "lightning_trainer.py", tmp_path / "run"
+    argv = [sys.executable, "-m", "hpc_elastic", "run", "--launcher=slurm", "--nodes=1:2"]
+    argv += ["--nproc-per-node=1", "--scale-up=immediate", f"--run-dir={path}", "--"]
+    with subprocess.Popen(
+        slurm.on_login([*argv, sys.executable, str(script), "result.json"]),
+        cwd=tmp_path, env={**os.environ, **slurm.env, "PAUSE_S": "0.7"}, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as run:  # fmt: skip
+
+        def rounds(kind: str = "round") -> list[dict]:
+            if run.poll() is not None:
+                pytest.fail(f"it has ended: {run.communicate()[0]}")
+            events = read_events(path / "events") if (path / "events").exists() else []
+            return [event for event in events if event["kind"] == kind]
+
+        def trains(size: int, after: int = 0) -> int:
+            """Wait for the first step of a later round of this size; return its number."""
+
+            def sized() -> list[int]:
+                began = {e["round"] for e in rounds("first_step")}
+                found = [(e["number"], e["world_size"]) for e in rounds()]
+                return [n for n, world in found if n > after and world == size and n in began]
+
+            eventually(sized, f"{size} nodes train")
+            return sized()[0]
+
+        try:
+            number = trains(2)
+            slurm.preempt(["node2"], for_s=15)
+            number = trains(2, trains(1, number))
+            output = run.communicate(timeout=400)[0]
+        finally:
+            run.kill()
+    assert run.returncode == 0, output
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["steps"] == 90
+    torch.testing.assert_close(
+        torch.tensor(result["parameters"]), undisturbed(), rtol=1e-4, atol=1e-5
+    )
+    audit = [sys.executable, "-m", "hpc_elastic", "audit", str(path)]
+    audited = subprocess.run(audit, capture_output=True, text=True, timeout=100, check=False)
+    assert audited.returncode == 0, audited.stdout + audited.stderr
+    story = build_timeline(EventIndex(read_events(path / "events")))
+    assert [entry.cost.lost_steps for entry in story if entry.kind == "shrank"] == [0]

@@ -104,7 +104,35 @@ class FrameworkRun(LocalRun):
         return "\n".join(texts)
 
     def _task(self, task: str) -> dict[str, Any]:
-        return next(e for e in self.events("task") if e["task"] == task)
+        return next(e for e in reversed(self.events("task")) if e["task"] == task)
+
+
+class CommandRun(FrameworkRun):
+    """A run of a command, with `hpc-elastic run`; its settings are given as for that."""
+
+    def __init__(self, command: list[str], folder: Path, *settings: str, **env: str) -> None:
+        self.folder, self.path, self._log = folder, folder / "run", folder / "launcher.log"
+        argv = [sys.executable, "-m", "hpc_elastic", "run", "--launcher=local"]
+        argv += ["--nproc-per-node=1", "--agent.warm-workers=off", f"--run-dir={self.path}"]
+        with self._log.open("w") as log:
+            self.launcher = subprocess.Popen(
+                [*argv, *settings, "--", sys.executable, *command], cwd=folder,
+                env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def leaves_returns_and_dies(self) -> None:
+        """One of two nodes is asked to leave, comes back, and loses its worker; then it ends."""
+        self.trains(1)
+        self.tell_to_go(self.tasks()[0])
+        self.trains(2)
+        self.trains(3)
+        self.kill_worker(self.tasks()[1])
+        self.trains(4)
+        assert self.wait() == 0, self.output()
+        assert [e["world_size"] for e in self.events("round")] == [2, 1, 2, 2]
+        assert self.lost_at_notice() == 0
+        self.audit()
 
 
 def killed_and_told_to_go(script: str, folder: Path, *overrides: str, num_steps: int) -> None:

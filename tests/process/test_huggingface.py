@@ -302,7 +302,7 @@ def test_a_restart_continues_from_the_newest_checkpoint(tmp_path, monkeypatch, c
 
     newest = made(out, 2, "this")
     assert start(out, old) == Path(old), "without a run there is no restart"
-    monkeypatch.setattr(huggingface, "_run", lambda: "this")
+    monkeypatch.setattr(huggingface, "own_run", lambda: "this")
     for given in (None, True, False, old, outside, newest, str(torn), torn):
         assert start(out, given) == Path(newest)
 
@@ -317,7 +317,7 @@ def test_what_would_continue_from_another_checkpoint_is_refused(tmp_path, monkey
             start(folder, plain)
     monkeypatch.setattr(huggingface.reporting, "run_scalars", lambda: {"round": 2.0})
     assert start(plain.parent, plain) is None, "a restart before the first checkpoint"
-    monkeypatch.setattr(huggingface, "_run", lambda: "this")
+    monkeypatch.setattr(huggingface, "own_run", lambda: "this")
     old, _ = made(tmp_path, 1), made(tmp_path, 2)
     with pytest.raises(ConfigError, match=f"{key}.*is newer.*another output_dir"):
         start(tmp_path, old)

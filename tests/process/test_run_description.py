@@ -26,7 +26,7 @@ OF_RULES = (
     "min_nodes", "max_nodes", "unit_nodes", "ft", "max_restarts", "scale_up", "max_requeues",
     "scale_up_timeout_s", "min_efficiency", "below_min_timeout_s", "max_failed_rounds",
 )  # fmt: skip
-ADDED = {"give_way": "off"}
+ADDED = {"give_way": "off", "adapt": "off"}
 """Keys of the launcher that 0.2.0 did not know: such a run goes on as it was."""
 AS_BEFORE = ("run_id", "submission", "entry", "provenance", "generation")
 TASK = {
@@ -112,6 +112,7 @@ def test_the_settings_are_those_that_resolve_to_them(run):
     config = json.loads(run.settings.read_text())
     config["launcher"]["env_file"] = None
     run.settings.write_text(json.dumps(config))
+    config["launcher"] |= {"adapt": "off"}
     assert run.load().settings == resolve(config)
 
 

@@ -25,6 +25,7 @@ given have the defaults of the cluster.
 Examples:
   hpc-elastic doctor                                     without submitting a job
   hpc-elastic doctor partition=gpu time=4:00:00 nodes=1:16
+  hpc-elastic doctor --script train.py                   what a change of the nodes would cost it
   hpc-elastic doctor partition=gpu gpus_per_node=4 --probe
   hpc-elastic doctor --partition gpu --probe --probe-nodes 8 --dir /scratch/$USER
   hpc-elastic doctor container.runtime=apptainer container.image=torch.sif --probe
@@ -61,10 +62,15 @@ def _keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[s
     "--dir", "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), default=".",
     help="Directory of the runs: hydra.sweep.dir, or one above it.  [default: .]",
 )  # fmt: skip
+@click.option(
+    "--script", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Script of the runs: its level, by reading it, if it is left as it is.",
+)  # fmt: skip
 @options.as_json
 def doctor_command(
-    settings: tuple[str, ...], probe: bool, nodes: int, wait_s: float, folder: Path, as_json: bool
-) -> int:
+    settings: tuple[str, ...], probe: bool, nodes: int, wait_s: float, folder: Path,
+    script: Path | None, as_json: bool,
+) -> int:  # fmt: skip
     """Check whether elastic runs will work on this cluster, and print remedies.
 
     The checks cover this login node, Slurm and the directory of the runs. With --probe a job tests
@@ -79,6 +85,7 @@ def doctor_command(
     from hpc_elastic._util import sigterm_as_interrupt
     from hpc_elastic.doctor import cluster, examine
     from hpc_elastic.doctor.findings import Verdict, print_findings, worst_verdict
+    from hpc_elastic.doctor.script_level import check_script
     from hpc_elastic.errors import ConfigError
 
     try:
@@ -86,6 +93,8 @@ def doctor_command(
     except ConfigError as e:
         raise click.UsageError(str(e)) from e
     found = examine.examine_login_node(wanted, folder)
+    if script is not None:
+        found.findings.insert(0, check_script(script.read_text(), script.name))
     if probe:
         ends = sigterm_as_interrupt()  # as Ctrl-C does: the job is cancelled
         with ends, _progress(quiet=as_json) as show_step:

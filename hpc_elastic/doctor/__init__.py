@@ -12,6 +12,7 @@ decides (`*_checks`) is pure, so that each bad setting is a row of a table test.
                     directory, `allreduce_check` is torch's process group, `signal_recorder` a
                     stand-in for a worker
 - `node_checks`     what the facts of hosts and of the probe mean (pure)
+- `script_level`    what a change of the group would cost a script (pure)
 - `findings`        one finding: what was found, why it matters, what to do; as table and JSON
 - `examine`         the whole examination
 

@@ -26,6 +26,7 @@ class Verdict(Enum):
 
 
 GROUPS: dict[str, str] = {
+    "script": "Script",
     "host": "Login node",
     "slurm": "Slurm",
     "directory": "Shared directory",

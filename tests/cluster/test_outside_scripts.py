@@ -115,7 +115,7 @@ def test_a_lightning_script_is_exact_as_it_is(slurm: SlurmSandbox, tmp_path):
     argv += ["--nproc-per-node=1", "--scale-up=immediate", f"--run-dir={path}", "--"]
     with subprocess.Popen(
         slurm.on_login([*argv, sys.executable, str(script), "result.json"]),
-        cwd=tmp_path, env={**os.environ, **slurm.env, "PAUSE_S": "0.7"}, text=True,
+        cwd=tmp_path, env={**os.environ, **slurm.env, "PAUSE_S": "1.2"}, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     ) as run:  # fmt: skip
 
@@ -138,9 +138,9 @@ def test_a_lightning_script_is_exact_as_it_is(slurm: SlurmSandbox, tmp_path):
 
         try:
             number = trains(2)
-            slurm.preempt(["node2"], for_s=15)
+            slurm.preempt(["node2"], for_s=45)
             number = trains(2, trains(1, number))
-            output = run.communicate(timeout=400)[0]
+            output = run.communicate(timeout=500)[0]
         finally:
             run.kill()
     assert run.returncode == 0, output

@@ -7,12 +7,14 @@ with pools.
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from hpc_elastic.agent.task_context import Task, find_task
 from hpc_elastic.config.resolve import resolve
+from hpc_elastic.config.schema import NotifySettings
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.launcher.control import change_settings
 from hpc_elastic.rendezvous.log_entry import RoundRules
@@ -26,7 +28,7 @@ OF_RULES = (
     "min_nodes", "max_nodes", "unit_nodes", "ft", "max_restarts", "scale_up", "max_requeues",
     "scale_up_timeout_s", "min_efficiency", "below_min_timeout_s", "max_failed_rounds",
 )  # fmt: skip
-ADDED = {"give_way": "off", "adapt": "off"}
+ADDED = {"give_way": "off", "adapt": "off", "notify": asdict(NotifySettings())}
 """Keys of the launcher that 0.2.0 did not know: such a run goes on as it was."""
 AS_BEFORE = ("run_id", "submission", "entry", "provenance", "generation")
 TASK = {
@@ -69,6 +71,8 @@ def test_each_value_of_a_run_of_0_2_0_is_as_it_was(run):
     assert {key: found[key] for key in AS_BEFORE} == {key: before[key] for key in AS_BEFORE}
     was = json.loads(run.settings.read_text())
     was["launcher"] |= ADDED
+    for settings in (was["launcher"]["agent"], before["agent"]):
+        settings["notice_command"] = None
     assert found["tasks"] == before["tasks"] and found["settings"] == was
     launcher = found["settings"]["launcher"]
     for group in ("rendezvous", "agent"):

@@ -5,11 +5,13 @@
     python benchmarks/simulate.py --seed 4711 --trace
     python benchmarks/simulate.py --ft --schedules 50000
     python benchmarks/simulate.py --submissions --schedules 100000
+    python benchmarks/simulate.py --neighbours --schedules 100000
 
 The first runs so many schedules, prints what was in them, and ends with 1 if an invariant did not
 hold in one; the second shows one schedule whole. With ``--ft`` it is the quorum of fault tolerance
 instead of the rendezvous, with ``--submissions`` what is submitted to a Slurm whose answers are
-lost. No torch, no Slurm, no network is needed.
+lost, with ``--neighbours`` runs that give nodes back for jobs of others. No torch, no Slurm, no
+network is needed.
 """
 
 import math
@@ -26,7 +28,7 @@ from evidence.show import options, present
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
 import simulation
-from simulation import ft, submission
+from simulation import ft, neighbours, submission
 
 SHOWN_FAILURES = 5
 _DOES_NOT_SHOW = (
@@ -56,8 +58,25 @@ ABOUT_SUBMISSIONS = About(
     does_not_show=_DOES_NOT_SHOW,
 )
 
-Simulator = type[simulation.Simulator] | type[ft.Simulator] | type[submission.SubmissionSimulator]
-Total = simulation.Outcome | ft.Outcome | submission.Outcome
+ABOUT_NEIGHBOURS = About(
+    title="Runs that give way, in virtual time",
+    measured="Random schedules of two to eight runs with `launcher.give_way`, the real decisions, "
+    "beside jobs of others in a model of Slurm's scheduler: no job waits for nodes that may go "
+    "back, none goes back in vain without end, the minimum stays.",
+    does_not_show=(
+        *_DOES_NOT_SHOW,
+        "Slurm: priorities, backfill and its plans are a model, of whole nodes.",
+        "Jobs that need nodes of several runs at once: they get none.",
+    ),
+)
+
+Simulator = (
+    type[simulation.Simulator]
+    | type[ft.Simulator]
+    | type[submission.SubmissionSimulator]
+    | type[neighbours.NeighbourSimulator]
+)
+Total = simulation.Outcome | ft.Outcome | submission.Outcome | neighbours.Outcome
 
 
 def main() -> int:
@@ -70,6 +89,7 @@ def main() -> int:
     for name, simulator, what in (
         ("--ft", ft.Simulator, "the quorum, not the rendezvous"),
         ("--submissions", submission.SubmissionSimulator, "sbatch and what follows, likewise"),
+        ("--neighbours", neighbours.NeighbourSimulator, "runs that give way, likewise"),
     ):
         kinds.add_argument(
             name, dest="simulator", action="store_const", const=simulator,
@@ -119,6 +139,8 @@ def result(total: Total, wall_s: float, processes: int) -> Result:
             texts = {f"the user reads: {kind}": num for kind, num in sorted(total.texts.items())}
             counted = {"schedules": total.schedules, "calls of Slurm": total.events, **texts}
             about, counted["submissions checked"] = ABOUT_SUBMISSIONS, total.checks
+        case neighbours.Outcome():
+            about, counted = ABOUT_NEIGHBOURS, of_neighbours(total)
         case _:
             about, counted = ABOUT, of_rounds(total)
     faults = {f"fault: {kind}": num for kind, num in sorted(total.faults.items())}
@@ -182,6 +204,20 @@ def of_quorums(total: ft.Outcome) -> dict[str, float]:
         "notice files obeyed": total.notices,
         "quorums that left a live member behind": total.dropped,
         "all in one quorum when all was calm": total.stood,
+        "invariant checks": total.checks,
+    }
+
+
+def of_neighbours(total: neighbours.Outcome) -> dict[str, float]:
+    return {
+        "schedules": total.schedules,
+        "virtual hours": round(total.virtual_s / 3600, 1),
+        "jobs of others": total.jobs,
+        "returns": total.releases,
+        "nodes that went back": total.given,
+        "of these in vain": total.in_vain,
+        "mean wait of others, s": round(total.waited_s / max(1, total.compared), 1),
+        "the same without the runs, s": round(total.alone_s / max(1, total.compared), 1),
         "invariant checks": total.checks,
     }
 

@@ -558,26 +558,31 @@ class LeaderState:
         if is_short:
             self._short_due = math.inf
         lost, grows = dict(run.participants.lost), not run.growth.holds
-        returnable = self._returnable() if trains and gives_way else ()
+        returnable = self._returnable() if gives_way and (trains or run.is_short) else ()
         return [QueryQueue(QueueQuestion(lost, is_short, trains, grows, returnable))]
 
     def _returnable(self) -> tuple[tuple[str, str], ...]:
-        """Return the tasks that may leave their nodes, with their hosts, the best ones first.
-
-        Those without a place in the round, then those of the last ranks. The minimum and the tasks
-        of its slots stay, unless ``give_way=all``.
-        """
         run = self.run
         least = 0 if run.rules.give_way == "all" else run.rules.min_nodes
-        members = [agent for agent in run.ranks.members if not self._leaves_soon(agent)]
-        joined = (agent for agent in run.participants.joined if not self._leaves_soon(agent))
-        waiting = [agent for agent in joined if agent not in members]
-        leaving = sorted(members, key=lambda a: a.slot >= least)[least:][::-1]
-        return tuple(
-            (agent.task, agent.host)
-            for agent in (*waiting, *leaving)
-            if agent.slot >= least and queue_name(agent.task) == agent.task
-        )
+        ranked = () if run.is_short else run.ranks.members  # those that wait to its minimum
+        members = [agent for agent in ranked if not self._leaves_soon(agent)]
+        joined = [agent for agent in run.participants.joined if not self._leaves_soon(agent)]
+        found = returnable([agent for agent in joined if agent not in members], members, least)
+        return tuple((agent.task, agent.host) for agent in found)
+
+
+def returnable(waiting: Iterable[Agent], members: Iterable[Agent], least: int) -> list[Agent]:
+    """Return the agents that may leave their nodes for jobs of others, the best ones first.
+
+    Those without a place in the round (``waiting``), then those of the last ranks. ``least`` of the
+    members and the tasks of as many slots stay.
+    """
+    leaving = sorted(members, key=lambda agent: agent.slot >= least)[least:][::-1]
+    return [
+        agent
+        for agent in (*waiting, *leaving)
+        if agent.slot >= least and queue_name(agent.task) == agent.task
+    ]
 
 
 _HEARTBEATS_PER_S = 5000

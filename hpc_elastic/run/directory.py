@@ -285,6 +285,8 @@ class RunDir:
     notices = _Below("preempt")
     """Folder of notice files, named like a task or a host, or ``all``: these nodes are left."""
     excluded = _Below("excluded_nodes.json")
+    given_back = _Below("given_back.json")
+    """Jobs that nodes went back for (`site.neighbours`)."""
     avoided = _Below("avoided")
     """Nodes on which lost tasks may still run (`slurm.quarantine`)."""
     checkpoints = _Below("checkpoints")

@@ -12,28 +12,39 @@ could leave a node within a second. Two rules make it a good neighbour:
 What can start is judged by what squeue and sinfo print: partition, features, CPUs, memory, GPUs,
 required and excluded nodes, and what backfill has planned for jobs of a higher priority. Other
 rules of the cluster are unknown. A job that does not start with what it was given within two
-passes of the scheduler was misjudged, and is not given nodes again.
+passes of the scheduler was misjudged. It gets nodes again after a pause that doubles each time, and
+meanwhile other jobs of its user get them one after the other: the same rule may hold them all. What
+was given, and for nothing, stands in a file of the run, which its next leader reads. Without it two
+runs that give all (``give_way=all``) pass the nodes to each other each 20 seconds, for a job that
+neither can help: each return ends a leader, and the next one tries anew.
 
-A run never gives way to tasks with `NICE`: runs that give way do not take each other's nodes in
-turn. Jobs that are held, that depend on others, that wait for a limit, a licence or a reservation
-could not start with a node. Parts of a heterogeneous job are not judged.
+A job that needs nodes of several runs at once gets none: they would have to be free at the same
+time. A run never gives way to tasks with `NICE`: runs that give way do not take each other's nodes
+in turn. Jobs that are held, that depend on others, that wait for a limit, a licence or a
+reservation could not start with a node. Parts of a heterogeneous job are not judged.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from hpc_elastic.config.schema import SlurmSettings
-from hpc_elastic.run.directory import RunSpec
+from hpc_elastic.run.directory import RunDir, RunSpec
+from hpc_elastic.shared_files import read_json, write_atomic
 from hpc_elastic.site.nodes import NodeState
 from hpc_elastic.slurm import parsing
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.parsing import NodeKind, NodeNeeds, QueuedJob
 from hpc_elastic.slurm.run_tasks import jobs_of, slots_of
+
+_log = logging.getLogger(__name__)
 
 NICE = 100_000_000
 """What is taken from the priority of the run's tasks: more than what sites add up to one."""
@@ -47,6 +58,8 @@ _WAITS_FOR_NODES = ("Priority", "Resources")
 _NEVER_LEFT_S = 900.0
 """A node that is not left after this time, since its workers make no checkpoint, counts as one that
 was given for nothing."""
+_LONGEST_DOUBT_S = 3600.0
+"""A job that did not start with what it was given is tried again after so long at the latest."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +76,7 @@ class NodeReturn:
 class _Given:
     """What a job was given: the hosts, and how many elements of its array waited then."""
 
+    user: str
     hosts: tuple[str, ...]
     num_tasks: int
     since: float
@@ -80,8 +94,10 @@ class GiveWay:
     patience_s: float
     share: NodeKind | None = None
     _given: dict[str, _Given] = field(default_factory=dict)
-    _misjudged: dict[str, int] = field(default_factory=dict)
-    """Job -> number of its waiting elements, as it did not start with the nodes it was given."""
+    _doubts: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Job or user -> how often in a row nodes were given for nothing, and until when none are."""
+    _could_since: dict[tuple[str, int], float] = field(default_factory=dict)
+    """Jobs that idle nodes suffice for, with their waiting elements, and since when."""
 
     def choose(
         self,
@@ -98,42 +114,71 @@ class GiveWay:
         which they are to.
         """
         waiting = self.waiting(jobs, own)
-        held = {
-            node: job.job in own
+        holders = {
+            node: job
             for job in jobs
-            if not job.waits and (job.job in own or job.state != "COMPLETING")
+            if not job.waits and job.state != "COMPLETING"
             for node in job.nodes
         }
+        ended = {node for job in jobs if job.state == "COMPLETING" for node in job.nodes}
         numbers = Counter[str]()
         for job in waiting:  # an array may have several lines
             numbers[job.job] += job.num_tasks
-        self._judge(numbers, held, now)
-        free = [name for name in nodes if name not in held]
         left = {host: task for task, host in reversed(returnable) if host in nodes}
+        giving = {node for node, job in holders.items() if job.nice >= NICE}
+        mine = {node for node, job in holders.items() if job.job in own}
+        self._judge(numbers, holders, ended, mine | giving, left, now)
+        free = [name for name in nodes if name not in holders]
+        promised = {j: [h for h in g.hosts if h in holders] for j, g in self._given.items()}
         needed_at: dict[str, float] = {}
+        new: dict[str, _Given] = {}
+        could: dict[tuple[str, int], float] = {}
         found: list[NodeReturn] = []
         for job in waiting[:_MOST]:
-            hosts: list[str] = []
-            # of an array that was misjudged, elements may have started since
-            is_misjudged = numbers[job.job] >= self._misjudged.get(job.job, math.inf)
-            may_give = job.job not in self._given and not is_misjudged
+            given, coming = self._given.get(job.job), promised.get(job.job, [])
+            may_get = given is not None or self._may_get(job, new, now)
             for _ in range(job.num_tasks if left else 0):
-                idle = self._usable(job, nodes, free, needed_at, now)[: job.num_nodes]
-                more = self._usable(job, nodes, reversed(left), needed_at, now, self.share)
-                more = more[: job.num_nodes - len(idle)]
-                if len(idle) + len(more) < job.num_nodes or (more and not may_give):
+                usable = self._usable(job, nodes, [*free, *coming], needed_at, now)
+                usable = usable[: job.num_nodes] if may_get else []
+                lacks = job.num_nodes - len(usable)
+                if not lacks:
+                    same = job.job, numbers[job.job]
+                    could[same] = self._could_since.get(same, now)
+                    if now - could[same] >= self.patience_s:
+                        break  # it waits for something else: the idle nodes are not for it
+                more = self._usable(job, nodes, reversed(left), needed_at, now, self.share)[:lacks]
+                if len(more) < lacks or not may_get:
                     if job.starts_at is not None:  # jobs behind it may not delay it
                         for node in job.nodes:
                             needed_at[node] = min(needed_at.get(node, math.inf), job.starts_at)
                     break
-                free = [name for name in free if name not in idle]
+                free = [name for name in free if name not in usable]
+                coming[:] = [name for name in coming if name not in usable]
                 if more:
-                    hosts += more
+                    whole = given or new.setdefault(
+                        job.job, _Given(job.user, (), numbers[job.job], now)
+                    )
+                    whole.hosts += tuple(more)
                     tasks = tuple(left.pop(host) for host in more)
                     found.append(NodeReturn(job.job, job.user, job.num_nodes, tasks))
-            if hosts:
-                self._given[job.job] = _Given(tuple(hosts), numbers[job.job], now)
+        self._given |= new
+        self._could_since = could
         return found
+
+    def memory(self) -> dict[str, Any]:
+        """Return what the next leader of the run is to know, for JSON."""
+        given = {job: asdict(given) for job, given in self._given.items()}
+        return {"given": given, "doubts": self._doubts}
+
+    def restore(self, memory: Any) -> None:
+        """Know what an earlier leader has known; KeyError, TypeError or ValueError if damaged."""
+        self._given = {
+            str(job): _Given(
+                str(raw["user"]), tuple(raw["hosts"]), int(raw["num_tasks"]), float(raw["since"])
+            )
+            for job, raw in memory["given"].items()
+        }
+        self._doubts = {str(k): (int(n), float(at)) for k, (n, at) in memory["doubts"].items()}
 
     @staticmethod
     def waiting(jobs: Iterable[QueuedJob], own: Collection[str]) -> list[QueuedJob]:
@@ -150,20 +195,58 @@ class GiveWay:
         )
         return sorted(found, key=lambda job: -job.priority)
 
-    def _judge(self, waiting: Mapping[str, int], held: Mapping[str, bool], now: float) -> None:
-        """Forget the jobs that have started, and note those that did not although they could."""
+    def _judge(
+        self,
+        waiting: Mapping[str, int],
+        holders: Collection[str],
+        ended: Collection[str],
+        giving: Collection[str],
+        back: Collection[str],
+        now: float,
+    ) -> None:
+        """Forget the jobs that have started, and note those that did not although they could.
+
+        ``giving`` are nodes of tasks that give way; ``back`` those of tasks that may leave.
+        """
+        for key in self._doubts.keys() - waiting.keys():
+            if now >= self._doubts[key][1] + _LONGEST_DOUBT_S:
+                del self._doubts[key]
+        failed = dict[str, None]()
         for job, given in [*self._given.items()]:
+            taken = [host for host in given.hosts if host in holders]
             if waiting.get(job, 0) < given.num_tasks:
+                for key in (job, _of_user(given.user)):
+                    self._doubts.pop(key, None)
                 del self._given[job]
                 continue
-            if any(held.get(host) for host in given.hosts):
-                given.free_since = None
-            elif given.free_since is None:
-                given.free_since = now
-            waited_s = 0.0 if given.free_since is None else now - given.free_since
-            if waited_s >= self.patience_s or now - given.since >= _NEVER_LEFT_S:
+            if any(host not in giving for host in taken):
+                del self._given[job]  # another one was faster
+                continue
+            if taken or any(host in ended for host in given.hosts):
+                is_back = given.free_since is not None or now - given.since >= self.patience_s
+                is_over = is_back and any(host in back for host in taken)
+            else:
+                given.free_since = given.free_since or now
+                is_over = now - given.free_since >= self.patience_s
+            if is_over or now - given.since >= _NEVER_LEFT_S:
+                failed |= {job: None, _of_user(given.user): None}
                 del self._given[job]
-                self._misjudged[job] = given.num_tasks
+        for key in failed:
+            num = self._doubts.get(key, (0, 0.0))[0] + 1
+            pause_s = min(_LONGEST_DOUBT_S, self.patience_s * 2.0**num)
+            is_first = key.startswith(_of_user("")) and num == 1
+            self._doubts[key] = num, now if is_first else now + pause_s
+
+    def _may_get(self, job: QueuedJob, new: Mapping[str, _Given], now: float) -> bool:
+        """Return whether a job may get nodes, although it or others of its user did not start.
+
+        A user of such jobs gets nodes for one job after the other.
+        """
+        tried = {**self._given, **new}
+        is_tried = any(each.user == job.user for name, each in tried.items() if name != job.job)
+        of_user = _of_user(job.user)
+        is_paused = any(now < self._doubts.get(key, (0, 0.0))[1] for key in (job.job, of_user))
+        return not is_paused and not (is_tried and of_user in self._doubts)
 
     def _usable(
         self,
@@ -189,6 +272,10 @@ class GiveWay:
             and suffices(nodes[name] if share is None else share, needs)
             and needed_at.get(name, math.inf) >= ends
         ]
+
+
+def _of_user(user: str) -> str:
+    return f"user {user}"
 
 
 def suffices(kind: NodeKind, needs: NodeNeeds) -> bool:
@@ -221,10 +308,11 @@ class Neighbours:
     """
 
     def __init__(
-        self, spec: RunSpec, client: SlurmClient, own: Callable[[], Iterable[str]]
+        self, run: RunDir, spec: RunSpec, client: SlurmClient, own: Callable[[], Iterable[str]]
     ) -> None:
         launcher = spec.settings.launcher
         assert isinstance(launcher, SlurmSettings)
+        self._file = run.given_back
         self._spec = spec
         self._client = client
         self._own = own
@@ -235,6 +323,7 @@ class Neighbours:
         """Tasks that Slurm tries after the jobs of others."""
         self._nodes: Mapping[str, NodeKind] = {}
         self._next_check = self._next_nodes = 0.0
+        self._written = ""
 
     def check(self, returnable: Sequence[tuple[str, str]]) -> list[NodeReturn]:
         """Return what is to be given back; nothing if the last check was too recent."""
@@ -255,11 +344,24 @@ class Neighbours:
             if not self._nodes:
                 interval_s = parsing.backfill_interval_s(self._client.config())
                 self._rule.patience_s = 2 * interval_s + CHECK_S
+                self._restore()
             found = self._client.nodes()
             states = {name: NodeState.parse(kind.state) for name, kind in found.items()}
             self._nodes = {n: found[n] for n, s in states.items() if s.is_idle or s.is_busy}
             self._next_nodes = now + NODES_S
-        return self._rule.choose(jobs, own, self._nodes, returnable, now)
+        returns = self._rule.choose(jobs, own, self._nodes, returnable, now)
+        if (text := json.dumps(self._rule.memory())) != self._written:
+            write_atomic(self._file, text)
+            self._written = text
+        return returns
+
+    def _restore(self) -> None:
+        """Know what the leader before has known; nothing if that cannot be read."""
+        try:
+            if (memory := read_json(self._file)) is not None:
+                self._rule.restore(memory)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            _log.warning("what was given back before is not known: %s: %s", self._file, e)
 
 
 def _share(launcher: SlurmSettings) -> NodeKind:

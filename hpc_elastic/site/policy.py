@@ -112,7 +112,7 @@ class QueuePolicy:
         ]
         self._neighbours = None
         if getattr(spec.settings.launcher, "give_way", "off") != "off":
-            self._neighbours = Neighbours(spec, client, self._siblings.job_ids)
+            self._neighbours = Neighbours(run, spec, client, self._siblings.job_ids)
         self._lock = threading.Lock()
         self._calls = OptionalCalls()
 

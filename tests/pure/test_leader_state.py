@@ -456,6 +456,20 @@ def test_tasks_beyond_the_minimum_may_leave_for_others_the_last_ranks_first():
     assert [host for _, host in query.question.returnable] == [A.host], "they leave already"
 
 
+def test_a_run_below_its_minimum_returns_what_it_cannot_use():
+    """All but the tasks of the minimum's slots: it may wait for its minimum for minutes."""
+    leader = leading(min_nodes=3, below_min_timeout_s=300.0, in_sweep=True, give_way="on")
+    late = Agent("7_3", 0, 3, "node4", 1)
+    for agent in (A, late):
+        join(leader, agent, 1.0)
+    offered = []
+    for now in range(2, 60, 10):
+        effects = meanwhile(leader, now + 9.0, A, late, since=float(now))
+        offered += [query.question.returnable for query in of(effects, QueryQueue)]
+        leader.advised(QueueAdvice(), now + 9.0)
+    assert offered and offered[-1] == ((late.task, late.host),)
+
+
 def test_min_nodes_stay_on_drained_nodes():
     """They may be used to the end of their jobs; the run would stop without them."""
     leader = training(A, B, C, min_nodes=2)

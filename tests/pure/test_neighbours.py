@@ -1,6 +1,8 @@
 """Which nodes a run gives back, and for which jobs of others."""
 
+import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -149,8 +151,8 @@ def test_nodes_are_given_once():
     assert given(*again, rule=rule, own=rest, now=80.0, leave=NAMES[4:]) == {"9": ["n5", "n6"]}
 
 
-def test_a_job_that_does_not_start_with_free_nodes_was_misjudged():
-    """It gets nothing again; one whose nodes are still being left is waited for."""
+def test_a_job_that_does_not_start_with_free_nodes_gets_others_later_and_later():
+    """One whose nodes are still being left is waited for."""
     rule, job = GiveWay(PATIENCE_S), waiting("8", 2)
     rest = [n for n in NAMES if n not in ("n3", "n4")]
     assert given(job, rule=rule)
@@ -159,8 +161,53 @@ def test_a_job_that_does_not_start_with_free_nodes_was_misjudged():
     for now in (420.0, 420.0 + PATIENCE_S - 1):  # they are free
         assert given(job, rule=rule, own=rest, now=now, leave=NAMES[4:]) == {}
     assert given(job, rule=rule, own=rest, now=420.0 + PATIENCE_S, leave=NAMES[4:]) == {}
-    assert given(job, rule=rule, now=900.0) == {}, "the tasks are back, and it still waits"
-    assert given(job, waiting("9", 2), rule=rule, now=920.0) == {"9": ["n3", "n4"]}
+    times = [now for now in range(500, 8000, 20) if given(job, rule=rule, now=float(now))]
+    pauses = [b - a for a, b in pairwise([500, *times])]
+    assert pauses == sorted(pauses) and 2 * PATIENCE_S <= pauses[0] <= pauses[1] / 1.5
+    assert len(times) < 7, "the tasks are back each time, and it still waits"
+    assert given(job, waiting("9", 2, user="eve"), rule=rule, now=8000.0) == {"9": ["n3", "n4"]}
+
+
+def test_a_user_of_jobs_that_did_not_start_gets_nodes_for_one_after_the_other():
+    """Until one of them starts: the same rule may hold all of them."""
+    rule = GiveWay(PATIENCE_S)
+    jobs = [waiting(str(job)) for job in range(11, 14)]
+    assert len(given(*jobs, rule=rule)) == 3
+    assert given(*jobs, rule=rule, now=100.0) == {}, "the tasks are back: none has started"
+    (job,) = given(*jobs, waiting("14"), rule=rule, now=300.0)
+    left = [each for each in jobs if each.job != job]
+    assert set(given(*left, rule=rule, now=320.0)) == {each.job for each in left}
+
+
+def test_a_node_that_another_job_takes_says_nothing_about_the_job():
+    """It gets another one at the next check."""
+    rule, job, rest = GiveWay(PATIENCE_S), waiting("8"), [n for n in NAMES if n != "n3"]
+    assert given(job, rule=rule) == {"8": ["n3"]}
+    faster = running("9", "n3")
+    assert given(job, faster, rule=rule, own=rest, leave=NAMES[3:], now=20.0) == {"8": ["n4"]}
+
+
+def test_a_job_that_idle_nodes_do_not_help_keeps_them_from_no_other():
+    """It waits for something that is not known."""
+    rule = GiveWay(PATIENCE_S)
+    jobs = waiting("8", priority=900), waiting("9", 2)
+    assert given(*jobs, rule=rule, own=NAMES[:5], leave=["n4"]) == {}
+    later = {"now": PATIENCE_S, "own": NAMES[:5], "leave": ["n4"]}
+    assert given(*jobs, rule=rule, **later) == {"9": ["n4"]}
+
+
+def test_the_next_leader_knows_what_was_given_and_for_nothing():
+    """From a file of the run; a damaged one is an error."""
+    rule, job, other = GiveWay(PATIENCE_S), waiting("8", 2), waiting("9", user="eve")
+    given(job, rule=rule)
+    given(job, rule=rule, now=100.0)
+    assert given(job, other, rule=rule, now=120.0) == {"9": ["n3"]}
+    following = GiveWay(PATIENCE_S)
+    following.restore(json.loads(json.dumps(rule.memory())))
+    assert given(job, other, rule=following, now=140.0, leave=NAMES[3:]) == {}
+    for damaged in ({}, {"given": {"8": 1}, "doubts": {}}, {"given": {}, "doubts": {"8": None}}):
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            GiveWay(PATIENCE_S).restore(damaged)
 
 
 def test_an_array_may_have_several_lines():
@@ -168,7 +215,11 @@ def test_an_array_may_have_several_lines():
     rule = GiveWay(PATIENCE_S)
     lines = waiting("8", num_tasks=2), waiting("8", reason="Priority")
     assert given(*lines, rule=rule, leave=["n3"]) == {"8": ["n3"]}
-    assert given(*lines, rule=rule, leave=["n4"], now=20.0) == {}, "no element has started"
+    assert given(*lines, rule=rule, leave=["n4"], now=20.0) == {"8": ["n4"]}, "for another one"
+    rest = [n for n in NAMES if n not in ("n3", "n4")]
+    assert given(*lines, rule=rule, own=rest, leave=["n5"], now=40.0) == {"8": ["n5"]}
+    rest.remove("n5")
+    assert given(*lines, rule=rule, own=rest, leave=["n6"], now=60.0) == {}, "all have one"
 
 
 def test_of_an_array_some_of_which_have_started_the_rest_gets_nodes_too():

@@ -13,6 +13,7 @@ mutants     planted bugs
 replicas    schedules of a run whose nodes are replicas
 sweep       several runs on one small Slurm cluster
 submission  sbatch, replacements and what a task looks up, with a Slurm whose answers are lost
+neighbours  runs that give nodes back for jobs of others, on `slurm_queue`, a model of the scheduler
 month       a month of one run with every default; ticks only around events
 ft          the quorum of replicas
 """

@@ -192,6 +192,7 @@ class NodeAgent:
         self._spec = task.spec
         self._events = events
         self._control = control
+        self._notifier = Notifier(task.run, task.spec, events.write)
         self._notices = notices
         settings = task.spec.settings
         self._queue: QueuePolicy | None = None
@@ -276,6 +277,10 @@ class NodeAgent:
                 "preflight", check=problem.check, reason=problem.reason, host=host,
                 fit=not problem.is_nodes, excluded=goes,
             )  # fmt: skip
+            facts = {"host": host, "why": problem.reason}
+            send = self._notifier.prepare("excluded", facts) if goes else None
+            if send is not None:
+                send()
             if problem.is_nodes:
                 told = f"hpc_elastic: {host} is not fit to join: {problem.reason}"
                 print(told, file=sys.stderr)
@@ -376,7 +381,7 @@ class NodeAgent:
             queue=self._queue,
             files=RunFiles(run),
             generation=spec.generation,
-            prepare_message=Notifier(run, spec, events.write).prepare,
+            prepare_message=self._notifier.prepare,
             timing=leader.LeaderTiming.of(self._mount),
         )  # fmt: skip
 

@@ -188,15 +188,6 @@ _WORDS = {
     "NodeDown": "a node that it needs is down",
     "JobArrayTaskLimit": "launcher.array_parallelism allows no more tasks at a time",
     "AccountingPolicy": "a limit of your account or QOS is reached",
-    "Cleaning": "Slurm ends its last attempt",
-    "Prolog": "its node is made ready",
-    "SchedDefer": "Slurm tries it at the next pass of its scheduler",
-    "FrontEndDown": "a front end of the cluster is down",
-    "PowerNotAvail": "the power budget of the cluster is used up",
-    "PowerReserved": "the power budget of the cluster is reserved",
-    "FedJobLock": "the clusters of the federation have not agreed on it yet",
-    "BurstBufferResources": "the burst buffer is full",
-    "BurstBufferStageIn": "the burst buffer is being filled",
 }
 """Why a task waits for what passes, or for an own limit that is of no account or QOS."""
 _LIMIT = re.compile(

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from hpc_elastic.config.schema import NotifySettings
 from hpc_elastic.errors import HpcElasticError, RunDirectoryError, SlurmCommandError
 from hpc_elastic.launcher.follow import GONE_S, LIST_S
 from hpc_elastic.launcher.progress import Progress, console_for
@@ -15,6 +16,7 @@ from hpc_elastic.launcher.run_handle import RunHandle
 from hpc_elastic.launcher.wait import UNREADABLE_S, Waiter, wait, wait_until
 from hpc_elastic.report.run_view import RunEnd, RunReading
 from hpc_elastic.run.directory import Entry, Submission
+from hpc_elastic.run.notify import Notifier
 from hpc_elastic.shared_files import read_json
 from hpc_elastic.slurm.job_state import TaskState
 from specs import spec_of, started_run
@@ -415,3 +417,59 @@ def test_an_interrupt_while_results_are_printed_says_that_the_runs_have_ended(ru
     monkeypatch.setattr("hpc_elastic.launcher.wait.results_table", interrupted)
     with pytest.raises(KeyboardInterrupt, match="interrupted: the runs had ended; run in "):
         wait([replace(run, jobs=Script([[]]))], poll_interval_s=0.1, out=io.StringIO())
+
+
+# ---- messages that no process of a run can send ------------------------------------------------
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """The messages that are sent: event and key."""
+    found: list[tuple[str, str]] = []
+    send = lambda self, event, key, text, facts: found.append((event, key))  # noqa: E731
+    monkeypatch.setattr(Notifier, "_send", send)
+    return found
+
+
+def told(run: RunHandle, tmp_path, **notify) -> RunHandle:
+    """A run like it, with messages."""
+    other = replace(run, dir=tmp_path / "1", tasks=("7_2",))
+    create(other, (0, 2), notify=NotifySettings("true", **notify))
+    return other
+
+
+def test_a_run_that_is_lost_sends_that_once(run, tmp_path, sent):
+    """Its tasks cannot; one that has a result has sent it."""
+    ends = [[replace(FAILED, task="7_2")]]
+    assert statuses(waiter(Script(ends), [told(run, tmp_path)], Shown())) == ["lost"]
+    assert sent == [("lost", "end-0")]
+    write(run, status="succeeded", restarts=0, results=None)
+    statuses(waiter(Script([[]]), [run], Shown()))
+    assert sent == [("lost", "end-0")]
+
+
+def test_a_run_that_waits_for_long_sends_that_once_for_each_wait(run, tmp_path, sent):
+    """A group in between begins another wait."""
+    run = told(run, tmp_path, events=["waiting"], wait_s=60.0)
+    script = Script([[replace(PENDING, task="7_2")]])
+    watch = waiter(script, [run], Shown())
+    for _ in range(5):
+        watch.poll_runs()
+        script.sleep(30.0)
+    assert sent == [("waiting", "waiting-0")]
+    script.answers = [[replace(RUNNING, task="7_2")]]
+    write_status(run, round=1, updated=1.0)
+    for phase, num_polls in {"training": 3, "waiting": 4}.items():
+        write_status(run, round=1, updated=2.0, phase=phase)
+        for _ in range(num_polls):
+            watch.poll_runs()
+            script.sleep(30.0)
+    assert sent == [("waiting", "waiting-0"), ("waiting", "waiting-1")]
+
+
+def test_the_command_of_a_run_that_others_may_write_is_not_run(run, tmp_path, sent):
+    """Else it would be theirs, in the name of whoever waits."""
+    run = told(run, tmp_path)
+    run.dir.chmod(0o777)
+    statuses(waiter(Script([[replace(FAILED, task="7_2")]]), [run], Shown()))
+    assert sent == []

@@ -87,7 +87,7 @@ def test_a_run_with_accounting_comes_back_after_a_cancelling_preemption(user: Cl
 
 def test_a_run_that_waits_for_a_limit_names_the_limit_and_its_qos(user: Cluster):
     """The other run of the user has all that the QOS allows."""
-    first = user.sweep("first", "nodes=1", "launcher.qos=single", *SLOWLY)
+    first = user.sweep("first", "nodes=1", "launcher.qos=single", "epochs=99", "pause_s=0.25")
     eventually(lambda: first.events("first_step"), "it trains")
     second = user.sweep("second", "nodes=1", "launcher.qos=single")
     task = [*user.slurm.as_user(()), sys.executable, "-m", "hpc_elastic", "status", "--json"]

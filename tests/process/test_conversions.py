@@ -1,6 +1,8 @@
 """`hpc-elastic run`: scripts that know nothing of Hydra, as they are and with the lines added."""
 
 import os
+import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -331,6 +333,13 @@ def test_a_launcher_for_each_gpu_is_refused(gpus, is_refused, capsys, tmp_path, 
     monkeypatch.setattr("hpc_elastic.api.launch_entry", lambda *_: None)
     assert main(["run", "--", "torchrun", "--nproc-per-node", "2", "x.py"]) == is_refused
     assert ("for itself" in capsys.readouterr().err) == is_refused
+
+
+def test_the_command_of_the_examples_fits_its_script():
+    """The script takes the arguments that examples/README.md types."""
+    page = (ROOT / "examples/README.md").read_text()
+    script, given = re.findall(r"-- python (examples/conversions/after/\S+) (.*?)`", page)[0]
+    runpy.run_path(str(ROOT / script))["parser"].parse_args(given.split())
 
 
 def test_the_number_of_lines_that_change():

@@ -35,7 +35,7 @@ LOADS = (0.7, 0.9)
 WORK_NODE_S = 1800.0
 PASS_S = 10.0
 OURS, NOBODY = "hpc_elastic, 1 to 16 nodes", "nobody"
-SOONER, USED, RIGHT, LOST = 3.0, 90.0, 80.0, 1.0
+SOONER, USED, LOST = 3.0, 90.0, 1.0
 ABOUT = about("A full cluster")
 CONTESTANTS = {
     "nobody": Contestant(NOBODY, None),
@@ -101,7 +101,7 @@ def rows(
     return found
 
 
-def targets(load: float, replays: Sequence[Replay], jobs: Sequence[OtherJob]) -> list[Target]:
+def targets(load: float, replays: Sequence[Replay]) -> list[Target]:
     mine = next((seen for seen in replays if seen.contestant == OURS), None)
     if mine is None:
         return []
@@ -117,11 +117,6 @@ def targets(load: float, replays: Sequence[Replay], jobs: Sequence[OtherJob]) ->
         found.append(Target(what, USED, 100 * used, "%", True))
     what = f"{where}: node time that is lost at slot ends"
     found.append(Target(what, LOST, 100 * account.lost_at_slot_ends(mine), "%"))
-    right, known, total = account.forecasts_right(mine, jobs, 2 * PASS_S)
-    if total:
-        ceiling = f"{100 * known / total:.0f} % if each job's end were known"
-        what = f"{where}: expected starts that are right within two passes, of {total} ({ceiling})"
-        found.append(Target(what, RIGHT, 100 * right / total, "%", True))
     return found
 
 
@@ -159,7 +154,7 @@ def main() -> None:
         replays = every[number * len(chosen) : (number + 1) * len(chosen)]
         title = f"{len(jobs[load])} other jobs that ask for {load:.0%} of the nodes' time"
         tables.append(Table(title, columns, tuple(rows(replays, jobs[load], 60 * given.minutes))))
-        met += targets(load, replays, jobs[load])
+        met += targets(load, replays)
     peers = (
         Peer("hydra-submitit-launcher", package_version("hydra-submitit-launcher")),
         Peer("torchrun (torch)", package_version("torch")),

@@ -91,6 +91,8 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     Benchmark("harvest", "harvest.py", "", "--starts 2 --hours 0.2 --sizes 16", 10, repeats=False),
     Benchmark("harvest-map", "harvest.py", "--holes benchmarks/harvest/holes.npz",
               "--starts 2 --hours 0.2 --sizes 16", 10, (HOLES,), repeats=False),
+    Benchmark("forecasts", "forecasts.py", "--idle benchmarks/harvest/holes.npz", "--number 2", 10,
+              (HOLES,), repeats=False),
     Benchmark("simulate", "simulate.py", "--schedules 100000", "--schedules 500", 3,
               repeats=False),
     Benchmark("shared-nodes", "shared_nodes.py", "--seeds 3 --hours 3", "--seeds 1 --hours 0.2", 15,

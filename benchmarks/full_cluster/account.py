@@ -5,7 +5,6 @@ import statistics
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from full_cluster.background import OtherJob
 from full_cluster.replay import Replay
 from full_cluster.work import STEP_S
 
@@ -99,27 +98,3 @@ def used_share(seen: Replay) -> float | None:
             if holder == "training":
                 had += max(0.0, min(until, end) - max(at, begin))
     return had / total if total else None
-
-
-def forecasts_right(
-    seen: Replay, jobs: Sequence[OtherJob], within_s: float
-) -> tuple[int, int, int]:
-    """Return how many expected starts came true within some seconds.
-
-    Beside that, how many would have if it had been known when each other job ends and the next
-    start had been expected then; and how many there were.
-    """
-    spans = [
-        (job.submitted_s + wait, job.submitted_s + wait + job.runs_s)
-        for job, wait in zip(jobs, seen.waits, strict=True)
-        if wait is not None
-    ]
-    right = known = total = 0
-    for asked_s, expected_s in seen.forecasts:
-        later = [at for at in seen.starts if at > asked_s]
-        if later:
-            total += 1
-            right += abs(min(later) - expected_s) <= within_s
-            ends = [end for begin, end in spans if begin <= asked_s < end]
-            known += bool(ends) and abs(min(later) - min(ends)) <= within_s
-    return right, known, total

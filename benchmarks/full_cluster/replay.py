@@ -39,7 +39,8 @@ class Replay:
         trail: Moment, number of workers and node-seconds done of each step.
         slots: Node, begin, last step and end of each time that the training had a node of a job
             which has ended; the last step is None if it made none.
-        forecasts: Moment, expected start of the next node, and when one started.
+        forecasts: Moment, expected start of the next node by Slurm's plan, and the quantiles (10,
+            50 and 90 per cent) of what was learned, the plan in place of them if that is nothing.
     """
 
     contestant: str
@@ -50,7 +51,7 @@ class Replay:
     waits: list[float | None] = field(default_factory=list)
     trail: list[tuple[float, int, float]] = field(default_factory=list)
     slots: list[tuple[str, float, float | None, float]] = field(default_factory=list)
-    forecasts: list[tuple[float, float]] = field(default_factory=list)
+    forecasts: list[tuple[float, float, float, float, float]] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
 
 
@@ -162,9 +163,12 @@ class Player:
                 continue
             asked_s = self.now_s
             with contextlib.suppress(RuntimeError, subprocess.TimeoutExpired, ValueError):
-                expected = (json.loads(self.run(argv))["next_node"] or {}).get("at")
-                if expected is not None:
-                    self.seen.forecasts.append((asked_s, expected - self._begin))
+                expected = json.loads(self.run(argv))["next_node"] or {}
+                learned, at = expected.get("learned"), expected.get("at")
+                if learned or at is not None:
+                    ats = [at or learned["p50"], *(learned or dict.fromkeys("123", at)).values()]
+                    by_plan, low, middle, high = (each - self._begin for each in ats)
+                    self.seen.forecasts.append((asked_s, by_plan, low, middle, high))
 
     def _finish(self) -> None:
         for launcher in self._launchers:

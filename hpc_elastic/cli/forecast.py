@@ -6,8 +6,7 @@ import math
 import os
 import time
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,11 @@ from hpc_elastic.site import (
     NO_RESERVE_S,
     SAME_S,
     Outlook,
+    RunTimes,
     Shape,
     TaskTerms,
+    learned_starts,
+    no_reserve_qos,
     outlook,
     shapes,
     soonest,
@@ -44,6 +46,7 @@ class RunForecast:
     found: Outlook
     shapes: Sequence[Shape]
     notes: Sequence[str]
+    learned_from: str
 
     @property
     def soonest(self) -> Shape | None:
@@ -67,10 +70,11 @@ class RunForecast:
                 {
                     "time_limit_s": _finite(shape.limit_s), "starts_at": shape.starts_at,
                     "growth": [{"nodes": n, "at": at} for n, at in shape.growth],
+                    "learned": {str(n): asdict(start) for n, start in shape.learned.items()},
                 }
                 for shape in self.shapes
             ],
-            "soonest": index, "notes": list(self.notes),
+            "soonest": index, "notes": list(self.notes), "learned_from": self.learned_from,
         }  # fmt: skip
 
 
@@ -101,7 +105,7 @@ def make_forecast(scripts: Sequence[Path]) -> RunForecast:
         partitions=names, are_jobs_hidden=parsing.hides_jobs(config),
     )  # fmt: skip
     notes = [*_notes(settings, found, config)]
-    no_reserve = _no_reserve(launchers, client)
+    no_reserve = no_reserve_qos(launchers, client)
     pools: list[TaskTerms] = []
     for (slots, _), launcher in zip(settings.shares, launchers, strict=True):
         gap_s, note = _gap(launcher, no_reserve)
@@ -118,6 +122,16 @@ def make_forecast(scripts: Sequence[Path]) -> RunForecast:
     own = replace(
         own, tested=tested, is_queue_empty=not found.num_waiting and not parsing.hides_jobs(config)
     )
+    known = RunTimes(*client.job_runs(), now)
+    found_shapes = [own, *shorter]
+    if len(pools) == 1:
+        found_shapes = [
+            replace(shape, learned=learned_starts(
+                found, jobs, replace(pools[0], limit_s=shape.limit_s), sizes, known, now,
+                partitions=names, coallocated=coallocated,
+            ))
+            for shape in found_shapes
+        ]  # fmt: skip
     if any(size > len(own.starts) for size, _ in own.growth):
         notes.append(
             "for nodes that are free at an unknown time `sbatch --test-only` counts, which "
@@ -125,7 +139,7 @@ def make_forecast(scripts: Sequence[Path]) -> RunForecast:
         )
     if len(runs) > 1:
         notes.append(f"the sweep has {len(runs)} runs, which share the queue: this is the first")
-    return RunForecast(now, settings, names, found, [own, *shorter], notes)
+    return RunForecast(now, settings, names, found, found_shapes, notes, known.note)
 
 
 def _gap(
@@ -176,14 +190,6 @@ def _test(client: SiteClient, script: Path, number: int) -> float | None:
     if "\n#SBATCH --array=" in read_text(script):
         flags.append("--array=0")
     return parsing.parse_expected_start(client.test_only(str(script), flags))
-
-
-def _no_reserve(launchers: Sequence[SlurmSettings], client: SiteClient) -> frozenset[str]:
-    """Return the QOS that are known to have the flag NoReserve, if a pool has a QOS."""
-    with suppress(SlurmCommandError):  # no accounting, or it is private
-        if any(launcher.qos is not None for launcher in launchers):
-            return frozenset(qos.name for qos in client.all_qos() if "NoReserve" in qos.flags)
-    return frozenset()
 
 
 def _notes(settings: RunSettings, found: Outlook, config: Mapping[str, str]) -> Iterator[str]:
@@ -238,11 +244,11 @@ def print_forecast(forecast: RunForecast) -> None:
     where = ", ".join(forecast.partitions) or "no partition"
     out.print(f"{where}: {counted(len(found.nodes) + found.num_out, 'node')}, {', '.join(parts)}")
     table = plain_table()
-    for name in ("time limit", "starts", "nodes"):
+    for name in ("time limit", "starts", "nodes, at the latest"):
         table.add_column(name)
     for shape in forecast.shapes:
         table.add_row(
-            _limit(shape.limit_s), _at(shape.starts_at, forecast.time),
+            _limit(shape.limit_s), _start(shape, forecast.time),
             _growth(forecast, shape), style="bold" if shape is forecast.soonest else "",
         )  # fmt: skip
     out.print(table)
@@ -253,6 +259,7 @@ def print_forecast(forecast: RunForecast) -> None:
     out.print(f"sbatch --test-only: {', '.join(tested) or 'no start'}")
     for sentence in sentences(forecast):
         out.print(sentence)
+    out.print(f"starts: {forecast.learned_from}")
     for note in forecast.notes:
         out.print(Text(f"! {note}", style="yellow"))
 
@@ -276,14 +283,16 @@ def sentences(forecast: RunForecast) -> Iterator[str]:
     if best is None:
         yield "No start is known."
         return
-    starts, usual, number = best.starts_at, own.starts_at, best.growth[0][0]
-    when = f"{_at(starts, now, 'at ')} with {counted(number, 'node')}"
+    starts, steps = best.starts_at, best.growth
+    number = steps[0][0] if steps and not best.learned else best.sizes[0]
+    when = f"{_start(best, now, 'at ')} with {counted(number, 'node')}"
     if best is own:
-        yield f"The run starts {when}, at the latest."
+        latest = f", {_at(starts, now, 'at ')}" if best.learned else ""
+        yield f"The run starts {when}{latest}, at the latest."
     else:
         yield (
             f"launcher.time={best.limit_s // 60:.0f} starts soonest: {when}; with "
-            f"{_limit(own.limit_s)} the start is {_at(usual, now, 'at ')}."
+            f"{_limit(own.limit_s)} the start is {_start(own, now, 'at ')}."
         )
     sizes = {shape.limit_s: _num_at_once(forecast, shape) for shape in forecast.shapes}
     limit_s, most = max(sizes.items(), key=lambda size: (size[1], size[0]))
@@ -304,6 +313,14 @@ def _num_at_once(forecast: RunForecast, shape: Shape) -> int:
 
 def _limit(limit_s: float) -> str:
     return duration(limit_s) if math.isfinite(limit_s) else "none"
+
+
+def _start(shape: Shape, now: float, before: str = "") -> str:
+    """Return when a shape has the minimum: eight of ten starts, or by the time limits."""
+    from hpc_elastic.cli.status import span
+
+    learned = shape.learned.get(shape.sizes[0])
+    return _at(shape.starts_at, now, before) if learned is None else span(learned, now)
 
 
 def _at(at: float | None, now: float, before: str = "") -> str:

@@ -26,12 +26,13 @@ from hpc_elastic.cli import options
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.report import KINDS
 from hpc_elastic.run.task_name import index_of
+from hpc_elastic.site import SAME_S
 
 if TYPE_CHECKING:
     from hpc_elastic.report.details import RunDetails, RunTask
     from hpc_elastic.report.run_view import Query
     from hpc_elastic.run.registry import KnownRun
-    from hpc_elastic.site import ExpectedStart
+    from hpc_elastic.site import ExpectedStart, StartTimes
 
 _GAP_S = 60.0
 """Seconds between two queries about gaps. Many users have a watch open all day."""
@@ -46,7 +47,8 @@ What it shows:
   pace        over the last five minutes of the present group, and the expected end
   nodes       in the group now, and over time as a line of blocks
   waits       why its first task waits, while no group trains
-  next node   when Slurm expects to start the next waiting task, or a gap begins in which one with
+  next node   when the next waiting task starts, by how long jobs really run; where too few have
+              ended to learn that, when Slurm expects it, or a gap begins in which one with
               launcher.time_min fits; or why that is unknown
   slow        ranks whose own part of a step takes over 1.3 times that of the median
   restarts    restarts that failures of workers have spent, and how nodes have left
@@ -60,9 +62,10 @@ overrides, phase (not submitted, queued, starting, waiting, training, requeued, 
 cancelled, lost, unknown), time, updated, submitted, round, nodes, min_nodes, max_nodes, world_size,
 group (time, nodes, world_size of each change), tasks (task, slot, state, reason, node, attempt,
 ranks, time_left_s, starts_in_s, last_known: its last known state if Slurm does not answer),
-why_waits (why its first task waits, while no group trains), next_node (at, not_before, why: of the
-next waiting task; null if none waits), step, total_steps,
-loss, samples, steps_per_s, samples_per_s, remaining_s, checkpoint (step, time, kept, age_s),
+why_waits (why its first task waits, while no group trains), next_node (of the next waiting task,
+null if none waits: at, by Slurm's plan; not_before; why; learned, the quantiles p10, p50 and p90 of
+its start; learned_from), step, total_steps, loss, samples, steps_per_s, samples_per_s, remaining_s,
+checkpoint (step, time, kept, age_s),
 restarts, max_restarts, departures (number of attempts that ended: preempted, requeued, time_limit,
 cancelled, asked, node_lost, silence, nodes_requeued, agent_failed, end, ...), stragglers (rank,
 host, ratio), warnings (what is wrong though the training goes on), goodput, node_seconds (by kind),
@@ -97,10 +100,10 @@ def status_command(run: Path, watch: bool, every_s: float, as_json: bool) -> int
     from hpc_elastic.report.details import read_details
     from hpc_elastic.report.run_view import read_view
 
-    gap, follower = NextGap(), RunFollower([run], list_s=LIST_SHOWN_S)
+    start, follower = NextStart(), RunFollower([run], list_s=LIST_SHOWN_S)
 
     def read() -> RunDetails:
-        return gap.added(read_details(follower.poll()[0] if watch else read_view(run)))
+        return start.added(read_details(follower.poll()[0] if watch else read_view(run)))
 
     details = read()
     if watch:
@@ -113,30 +116,30 @@ def status_command(run: Path, watch: bool, every_s: float, as_json: bool) -> int
     return 0
 
 
-class NextGap:
-    """Queries Slurm now and then for the next gap in which a waiting task fits."""
+class NextStart:
+    """Queries Slurm now and then for the next start of a waiting task."""
 
     def __init__(self) -> None:
         self._asked_at = -math.inf
-        self._at: float | None = None
+        self._found: ExpectedStart | None = None
 
     def added(self, details: RunDetails) -> RunDetails:
-        """Return the details with the next gap for a waiting task, if it is before Slurm's plan."""
-        view = details.view
-        expected, spec = details.next_node, view.spec
-        if expected is None or expected.at is None or spec is None:
-            return details
-        if all(pool.time_min_s is None for pool in spec.pools):
+        """Return the details with what is known beside Slurm's plan for a task that waits."""
+        view, expected, spec = details.view, details.next_node, details.view.spec
+        reasons = {task.reason for task in (view.tasks or {}).values()}
+        waits_for_nodes = not reasons.isdisjoint(("Priority", "Resources"))
+        if expected is None or spec is None or not (waits_for_nodes or expected.at):
             return details
         if time.monotonic() - self._asked_at >= _GAP_S:
-            from hpc_elastic.site import next_gap
+            from hpc_elastic.site import next_start
 
-            self._asked_at, self._at = time.monotonic(), None
+            self._asked_at, self._found = time.monotonic(), None
             with contextlib.suppress(HpcElasticError, OSError, ValueError):  # Slurm's plan remains
-                self._at = next_gap(spec)
-        if self._at is None or self._at >= expected.at:
+                self._found = next_start(spec, expected)
+        if (found := self._found) is None:
             return details
-        return replace(details, next_node=replace(expected, at=max(view.now, self._at)))
+        ats = [max(view.now, at) for at in (expected.at, found.at) if at is not None]
+        return replace(details, next_node=replace(found, at=min(ats, default=None)))
 
 
 def _until_end(
@@ -317,10 +320,13 @@ def _nodes(details: RunDetails, nodes: tuple[int, int, int], width: int) -> Text
 
 
 def _next_node(expected: ExpectedStart, now: float) -> Text:
+    if expected.learned is not None:
+        return Text(f"{span(expected.learned, now)}, {expected.learned_from}")
     if expected.at is not None:
         left_s = expected.at - now
         when = f"in {duration(left_s)} ({clock(expected.at, now)})" if left_s > 0 else "now"
-        return Text(f"expected {when}")
+        why = f", {expected.learned_from}" if expected.learned_from else ""
+        return Text(f"expected {when}{why}")
     if expected.not_before is not None:
         return Text(f"not before {clock(expected.not_before, now)}: {expected.why}")
     return Text(f"unknown: {expected.why}")
@@ -593,6 +599,17 @@ def clock(at: float, now: float) -> str:
     if there[:3] == here[:3]:
         return time.strftime("%H:%M:%S" if abs(at - now) < _HOUR else "%H:%M", there)
     return time.strftime("%a %d %b %H:%M", there)
+
+
+def span(start: StartTimes, now: float) -> str:
+    """Return from when to when eight of ten starts are: ``in 10 to 40 min (8 of 10)``."""
+    if start.p90 - now < SAME_S:
+        return "now"
+    first, last = (duration(60 * round((at - now) / 60)) for at in (start.p10, start.p90))
+    if start.p10 - now < SAME_S:
+        return f"within {last} (9 of 10)"
+    (least, _, unit), (_, _, units) = first.partition(" "), last.partition(" ")
+    return f"in {least if unit == units else first} to {last} (8 of 10)"
 
 
 def number(value: float) -> str:

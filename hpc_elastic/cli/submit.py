@@ -57,8 +57,9 @@ Examples:
 
 \b
 --test-only shows, for the run's own time limit and for shorter ones that help:
-  starts      when the run has its minimum, at the latest: jobs may end before their time limit
-  nodes       how it grows
+  starts      when the run has its minimum, by how long jobs really run; by the time limits where
+              too few jobs have ended to learn that
+  nodes       how it grows, at the latest
 Lines with ! name what is not known.
 
 \b
@@ -72,7 +73,9 @@ Lines with ! name what is not known.
                 visible planned start
   test_only     when Slurm would start a job of some nodes by `sbatch --test-only`: at, by number
   shapes        the run's own time limit, then shorter ones: time_limit_s, starts_at, growth (nodes
-                and at); unknown times are null
+                and at), by time limits, null if unknown; learned (p10, p50 and p90: the quantiles
+                of when it has a number of nodes)
+  learned_from  from what that was learned, or why not
   soonest       index in shapes; null if no start is known
   notes         what is not known
 """
@@ -120,8 +123,8 @@ def submit_command(
 
     With --test-only nothing is submitted, and no run directory is written. The forecast is made of
     what every user may read: the states of nodes, the ends and planned starts of jobs, and `sbatch
-    --test-only`. At most twelve of Slurm's commands are called, and two for each further pool. Of a
-    sweep, the first run counts.
+    --test-only`. At most fourteen of Slurm's commands are called, and two for each further pool.
+    Of a sweep, the first run counts.
 
     With --id a call can be repeated, also after it was killed, with the same SCRIPT and overrides:
     it submits if nothing was submitted, and waits for an earlier call that is still at work. Other

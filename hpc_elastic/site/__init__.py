@@ -1,7 +1,8 @@
 """The cluster as a run sees it: which nodes come when, and which of the user's runs gets them.
 
 - `nodes`     the state of a node: idle, planned, busy, drained or lost
-- `gaps`      when nodes are free: forecast, gaps between other jobs, the next gap of a run
+- `gaps`      when nodes are free: forecast, gaps between other jobs, the next start of a run
+- `forecast`  the same as a distribution, from how long jobs really run of their time limits
 - `limits`    time limits of waiting tasks, fitted to the gaps
 - `siblings`  the order of a user's runs at the nodes
 - `value`     what a further node is worth to a run, and to the runs of a sweep
@@ -13,6 +14,8 @@ Other packages import the names below from here. `hpc_elastic.slurm` calls Slurm
 no rule about them.
 """
 
+from hpc_elastic.site.forecast import RunTimes as RunTimes
+from hpc_elastic.site.forecast import StartTimes as StartTimes
 from hpc_elastic.site.gaps import FAR_S as FAR_S
 from hpc_elastic.site.gaps import NO_RESERVE_S as NO_RESERVE_S
 from hpc_elastic.site.gaps import SAME_S as SAME_S
@@ -21,7 +24,9 @@ from hpc_elastic.site.gaps import Outlook as Outlook
 from hpc_elastic.site.gaps import Shape as Shape
 from hpc_elastic.site.gaps import TaskTerms as TaskTerms
 from hpc_elastic.site.gaps import expected_start as expected_start
-from hpc_elastic.site.gaps import next_gap as next_gap
+from hpc_elastic.site.gaps import learned_starts as learned_starts
+from hpc_elastic.site.gaps import next_start as next_start
+from hpc_elastic.site.gaps import no_reserve_qos as no_reserve_qos
 from hpc_elastic.site.gaps import outlook as outlook
 from hpc_elastic.site.gaps import shapes as shapes
 from hpc_elastic.site.gaps import soonest as soonest

@@ -27,20 +27,30 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_elastic._util import counted, duration
 from hpc_elastic.config.parse import time_limit_s
 from hpc_elastic.config.schema import SlurmSettings
+from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.run.directory import RunSpec
+from hpc_elastic.site.forecast import (
+    LEAST_ENDED,
+    MOST_WAITING,
+    Claim,
+    RunTimes,
+    StartTimes,
+    sample_starts,
+)
 from hpc_elastic.site.nodes import NodeState
 from hpc_elastic.slurm import run_tasks
 from hpc_elastic.slurm.client import SiteClient
 from hpc_elastic.slurm.job_state import Phase, TaskState, remedy
 from hpc_elastic.slurm.nodelist import expand
-from hpc_elastic.slurm.parsing import Partition, QueuedJob, selected
+from hpc_elastic.slurm.parsing import RESERVED, Partition, QueuedJob, selected
 
 SAME_S = 60.0
 """Starts less far apart are one: backfill makes a pass each half minute."""
@@ -53,7 +63,7 @@ NO_RESERVE_S = 60.0
 """How long a gap must be for tasks of a QOS with NoReserve, which backfill takes for jobs of a
 minute. They start with their whole time limit."""
 
-_AHEAD = ("", "Priority", "Resources")
+AHEAD = ("", "Priority", "Resources")
 """Reasons of jobs that wait for nodes."""
 
 
@@ -173,7 +183,7 @@ def outlook(
             for node in job.nodes:
                 ends.setdefault(node, []).append(job.ends_at)
             continue
-        if job.reason in _AHEAD and set(job.partitions) & set(partitions):
+        if job.reason in AHEAD and set(job.partitions) & set(partitions):
             num_waiting += job.num_tasks
             # of an array, squeue has the plan of one element
             num_unplanned += job.num_tasks - (job.starts_at is not None)
@@ -233,6 +243,7 @@ class Shape:
         tested: Number of nodes -> when Slurm would start a job of as many, by ``sbatch
             --test-only``.
         is_queue_empty: Whether no job waits, so that no start is earlier than as tested.
+        learned: Number of nodes -> when the run has them by how long jobs really run.
     """
 
     limit_s: float
@@ -241,6 +252,7 @@ class Shape:
     together: float | None = None
     tested: Mapping[int, float] = field(default_factory=dict)
     is_queue_empty: bool = False
+    learned: Mapping[int, StartTimes] = field(default_factory=dict)
 
     def start_of(self, number: int) -> float | None:
         """Return when the run has this many nodes; None if unknown."""
@@ -359,12 +371,82 @@ def _is_better(shape: Shape, other: Shape, now: float) -> bool:
 
 
 def soonest(found: Sequence[Shape]) -> Shape | None:
-    """Return the shape with the earliest start, of equal ones the longest; None if unknown."""
-    known = [(at, shape) for shape in found if (at := shape.starts_at) is not None]
+    """Return the shape with the earliest start, of equal ones the longest; None if unknown.
+
+    Where all of them have one, it is the middle of the learned distribution.
+    """
+    middles = [start.p50 for shape in found if (start := shape.learned.get(shape.sizes[0]))]
+    ats = middles if len(middles) == len(found) else [shape.starts_at for shape in found]
+    known = [(at, shape) for at, shape in zip(ats, found, strict=True) if at is not None]
     if not known:
         return None
     first = min(at for at, _ in known)
     return next(shape for at, shape in known if at - first < SAME_S)
+
+
+# ---- the starts by how long jobs really run
+
+
+def learned_starts(
+    found: Outlook,
+    jobs: Sequence[QueuedJob],
+    terms: TaskTerms,
+    sizes: Sequence[int],
+    runs: RunTimes,
+    now: float,
+    *,
+    partitions: Collection[str] = (),
+    own: Collection[str] = (),
+    coallocated: bool = False,
+) -> dict[int, StartTimes]:
+    """Return when a run has each of its sizes, as far as that is known; none without a record.
+
+    ``own`` are the ids of its jobs. If none of them waits, its tasks come behind all jobs that wait
+    in its ``partitions``. ``coallocated``: the minimum of the run is one job.
+    """
+    nodes = {name for name, node in found.nodes.items() if node.gaps is not None}
+    number = 1 if coallocated else min(len(nodes), sizes[-1])
+    if runs.num_ended < LEAST_ENDED or not number:
+        return {}
+    task = Claim(sizes[0] if coallocated else 1, terms.limit_s, least_s=terms.gap_s or math.inf)
+    last: dict[str, QueuedJob] = {}  # of each node the job whose limit ends last
+    for job in sorted(jobs, key=lambda job: job.ends_at or 0.0):
+        if not job.waits and job.state != "COMPLETING" and job.ends_at:
+            last |= dict.fromkeys(nodes.intersection(job.nodes), job)
+    claims: list[Claim] = []
+    places: list[int] = []
+    for job in sorted(jobs, key=lambda job: (job.state == "PENDING", -job.priority)):
+        here = nodes.intersection(job.nodes)
+        limit_s, survival = job.limit_s or FAR_S, runs.survival_of(job)
+        if not job.waits:
+            here = {name for name in here if last.get(name) is job}
+            began_at = (job.ends_at or now) - limit_s
+            survival = None if job.job in own else survival
+            claims += [Claim(len(here), limit_s, survival, began_at)] if here else []
+            continue
+        if job.state == RESERVED:
+            begins_at = max(now, job.starts_at or now)
+            claims += [Claim(len(here), limit_s, None, begins_at)] if here else []
+            continue
+        starts_at = job.starts_at if job.reason == "BeginTime" else None
+        if starts_at is None and not (here or job.reason in AHEAD):
+            continue  # it waits for something else than nodes
+        if job.job in own:
+            claim, most = task, number - len(places)
+        else:
+            is_other = set(partitions).isdisjoint(job.partitions)
+            size = len(here) if is_other else min(job.num_nodes, len(nodes))
+            claim, most = Claim(size, limit_s, survival), MOST_WAITING if size else 0
+        more = [replace(claim, not_before=starts_at or now)] * min(job.num_tasks, most)
+        places += range(len(claims), len(claims) + len(more)) if job.job in own else ()
+        claims += more
+    if not places:
+        places += range(len(claims), len(claims) + number)
+        claims += [task] * number
+    draws = sample_starts(len(nodes), claims, places, now)
+    size_of = {sizes[0]: 0} if coallocated else {n: n - 1 for n in sizes if n <= len(places)}
+    times = {n: StartTimes.of(draw[i] for draw in draws) for n, i in size_of.items()}
+    return {n: start for n, start in times.items() if start.p90 - now < FAR_S}
 
 
 # ---- the waiting tasks of a submitted run
@@ -375,12 +457,15 @@ class ExpectedStart:
     """The start of the next waiting task of a run, in Unix seconds.
 
     ``at`` is when Slurm expects it; None if unknown, with the reason in ``why``. ``not_before`` is
-    None if it may start at any time.
+    None if it may start at any time. ``learned`` is the start by how long jobs really run; None if
+    unknown. ``learned_from`` is in a few words from what, or why not; None if that was not asked.
     """
 
     at: float | None = None
     not_before: float | None = None
     why: str | None = None
+    learned: StartTimes | None = None
+    learned_from: str | None = None
 
 
 def expected_start(tasks: Iterable[TaskState], now: float) -> ExpectedStart | None:
@@ -429,28 +514,48 @@ def time_limit_of(launcher: SlurmSettings, partitions: Sequence[Partition]) -> f
     return min(defaults, default=math.inf)
 
 
-def next_gap(spec: RunSpec, client: SiteClient | None = None) -> float | None:
-    """Return when the next gap begins in which a task with a fitted time limit starts.
+def no_reserve_qos(launchers: Sequence[Any], client: SiteClient) -> frozenset[str]:
+    """Return the QOS that are known to have the flag NoReserve, if a pool has a QOS."""
+    with suppress(SlurmCommandError):  # no accounting, or it is private
+        if any(launcher.qos is not None for launcher in launchers):
+            return frozenset(qos.name for qos in client.all_qos() if "NoReserve" in qos.flags)
+    return frozenset()
 
-    Unix seconds; None if unknown, or if the limits of all its tasks are fixed. Slurm's plan for a
-    waiting task is for the limit that the task has at present, and its run will set the limit that
-    fits (`site.limits`). At most four of Slurm's commands are called, and one more for each further
-    pool. Raises SlurmCommandError if Slurm does not answer, and OSError or ValueError if the run's
-    files cannot be read.
+
+def next_start(
+    spec: RunSpec, expected: ExpectedStart, client: SiteClient | None = None
+) -> ExpectedStart:
+    """Return the start of the next waiting task, in gaps too, and by how long jobs really run.
+
+    Slurm's plan for a task with a fitted time limit is for the limit that it has at present, and
+    its run will set the limit that fits (`site.limits`): ``at`` is the begin of the next gap if
+    that is sooner. At most six of Slurm's commands are called, and one more for each further pool.
+    Raises SlurmCommandError if Slurm does not answer, and OSError or ValueError if the run's files
+    cannot be read.
     """
     launchers: list[Any] = [own for _, own in spec.settings.shares]
-    fitted = [own for own in launchers if own.time_min is not None and not own.constraint]
-    if not fitted:
-        return None
+    if any(own.constraint for own in launchers):
+        return expected
     client = client or SiteClient(env=dict(os.environ))
-    partitions = client.all_partitions()
-    jobs = ahead_of(client.queue(), run_tasks.jobs_of(spec))
-    now, starts = time.time(), list[float]()
-    for own in fitted:
-        chosen = selected(partitions, own.partition)
-        states = client.each_node(",".join(p.name for p in chosen) or own.partition)
-        found = outlook(without_excluded(states, own), jobs, now)
-        limit_s = time_limit_of(own, chosen)
-        terms = TaskTerms(limit_s, time_limit_s(own.time_min))
-        starts += [begin for (begin, _), *_ in terms.windows(found, limit_s).values()]
-    return min(starts, default=None)
+    partitions, own = client.all_partitions(), set(run_tasks.jobs_of(spec))
+    jobs = client.queue()
+    ahead, now, starts = ahead_of(jobs, own), time.time(), list[float]()
+    for launcher in launchers:
+        chosen = selected(partitions, launcher.partition)
+        names = [partition.name for partition in chosen]
+        listed = client.each_node(",".join(names) or launcher.partition)
+        states, limit_s = without_excluded(listed, launcher), time_limit_of(launcher, chosen)
+        has_gaps = not launcher.time_min and launcher.qos in no_reserve_qos(launchers, client)
+        gap_s = NO_RESERVE_S if has_gaps else time_limit_s(launcher.time_min or "")
+        terms = TaskTerms(limit_s, gap_s)
+        if launcher.time_min:
+            windows = terms.windows(outlook(states, ahead, now), limit_s)
+            starts += [begin for (begin, _), *_ in windows.values()]
+    at = min(starts, default=math.inf if expected.at is None else expected.at)
+    expected = replace(expected, at=None if at == math.inf else min(at, expected.at or at))
+    if len(launchers) > 1:
+        return expected
+    runs = RunTimes(*client.job_runs(), now)
+    found = outlook(states, jobs, now)
+    learned = learned_starts(found, jobs, terms, (1,), runs, now, partitions=names, own=own)
+    return replace(expected, learned=learned.get(1), learned_from=runs.note)

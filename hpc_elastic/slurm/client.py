@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +38,8 @@ RELEASE_DELAY_S = 2
 _IDS_A_CALL = 100
 _SLOW_S = 10.0
 """After this time a command counts as slow; it is the default of Slurm's MessageTimeout."""
+_HISTORY_S = 5.0
+"""For sacct: a forecast does without."""
 _REPLY_S = 5.0
 """A command that gives up after MessageTimeout prints that itself."""
 
@@ -449,13 +451,14 @@ class SlurmClient:
         given = environment.of_this_process() if self._given is None else self._given
         return environment.for_submission(given)
 
-    def _run(self, argv: Sequence[str]) -> str:
-        """Return the standard output of a command; squeue prints times in Unix seconds.
+    def _run(self, argv: Sequence[str], timeout_s: float = math.inf) -> str:
+        """Return a command's standard output; squeue and sacct print times in Unix seconds.
 
         A local time is ambiguous in the hour in which daylight saving ends.
         """
-        unix = {"SLURM_TIME_FORMAT": "%s"} if argv[0] == "squeue" else {}
-        return call(argv, env={**self._env, **unix}, timeout_s=self.timeout_s)
+        unix = {"SLURM_TIME_FORMAT": "%s"} if argv[0] in ("squeue", "sacct") else {}
+        limit_s = min(timeout_s, self.timeout_s)
+        return call(argv, env={**self._env, **unix}, timeout_s=limit_s)
 
     def _run_for_known(
         self,
@@ -569,6 +572,19 @@ class SiteClient(SlurmClient):
     def accounting_answers(self) -> None:
         """Call sacct for no jobs; it fails where there is no accounting."""
         self._run(["sacct", "-n", "-X", "-S", "now", "-o", "JobID"])
+
+    def job_runs(self) -> tuple[list[parsing.JobRun], str]:
+        """Return how long jobs of all users have run, and the command that printed it.
+
+        It is sacct for the last day. Where that fails or takes long, it is squeue, which lists a
+        job until MinJobAge after its end.
+        """
+        argv = ["sacct", "-a", "-X", "-n", "-P", "-S", "now-1days", "-o", parsing.RUNS_FIELDS]
+        with suppress(SlurmCommandError):
+            if found := parsing.parse_runs(self._run(argv, timeout_s=_HISTORY_S)):
+                return found, argv[0]
+        argv = ["squeue", "-h", "-a", "-t", "all", "-o", parsing.RUNS_FORMAT]
+        return parsing.parse_runs(self._run(argv)), argv[0]
 
     def preemption(self, partition: str | None, qos: str | None = None) -> parsing.Preemption:
         """Return how a task in these partitions is preempted (login node).

@@ -21,8 +21,10 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from hpc_elastic.errors import SlurmCommandError
+from hpc_elastic.run.task_name import job_of
 from hpc_elastic.slurm import nodelist
 from hpc_elastic.slurm.job_state import TaskState
 
@@ -52,6 +54,10 @@ QUEUE_FORMAT = ",".join(f"{name}:0|" for name in QUEUE_FIELDS)
 """For squeue -O: the jobs of all users, as far as the user may see them."""
 NEEDS_FORMAT = "%i|%T|%N|%Y|%S|%e|%l|%D|%K|%F|%Q|%P|%u|%y|%C|%m|%b|%n|%x|%v|%h|%r|%f"
 """For squeue -o: the same jobs, with what they need of a node; features may have a ``|``."""
+RUNS_FORMAT = "%i|%T|%u|%P|%M|%l|%e"
+"""For squeue -o: how long jobs have run."""
+RUNS_FIELDS = "JobID,State,User,Partition,Elapsed,Timelimit,End"
+"""For sacct -P -o: the same."""
 NODES_FORMAT = f"%N|%P|%f|%T|{NODE_KINDS_FORMAT}"
 """For sinfo -N -o: what each node has, a line for each of its partitions."""
 QOS_FORMAT = "name,flags,preemptmode,gracetime,preempt,maxwall"
@@ -64,6 +70,7 @@ _NOT_UP = {
 }
 _NO_NEW_JOBS = {"DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "MAINT", "REBOOT_REQUESTED"}
 _DEFAULT_KILL_WAIT_S = 30
+_ENDED_BY_ITSELF = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "OUT_OF_MEMORY", "DEADLINE")
 
 
 @dataclass(frozen=True)
@@ -244,6 +251,20 @@ class QueuedJob:
         """Return whether this is a job that the scheduler tries after another one."""
         is_same_queue = bool(self.job) and self.partitions == other.partitions
         return is_same_queue and self.priority < other.priority
+
+
+class JobRun(NamedTuple):
+    """For how long a job of any user has run; ``ended_at`` is None if it has not ended by itself.
+
+    ``used_s`` is 0 while it waits, ``limit_s`` None without a limit.
+    """
+
+    job: str
+    user: str
+    partition: str
+    used_s: float
+    limit_s: float | None
+    ended_at: float | None
 
 
 @dataclass(frozen=True)
@@ -594,6 +615,18 @@ def parse_needs(output: str) -> list[QueuedJob]:
         )
         jobs.append(replace(job, user=user, nice=int(nice), needs=needs))
     return jobs
+
+
+def parse_runs(output: str) -> list[JobRun]:
+    """Return the jobs that squeue prints in `RUNS_FORMAT`, or sacct with `RUNS_FIELDS`."""
+    rows = (line.strip().split("|") for line in output.splitlines())
+    return [
+        JobRun(
+            job_of(job), user, partition, parse_time_left(used) or 0.0, parse_time_left(limit),
+            _date(end) if state.partition(" ")[0] in _ENDED_BY_ITSELF else None,
+        )
+        for job, state, user, partition, used, limit, end in (row for row in rows if len(row) == 7)
+    ]  # fmt: skip
 
 
 def _queued(

@@ -24,10 +24,10 @@ def command(slurm, folder, *argv) -> dict:
     return json.loads(done.stdout)
 
 
-def sbatch(slurm, *options: str) -> str:
+def sbatch(slurm, *options: str, seconds: int = 600) -> str:
     """Submit a job that sleeps; return its id."""
     argv = ["sbatch", "--parsable", "--exclusive", "-o", "/dev/null", *options]
-    return slurm.run([*argv, "--wrap", "sleep 600"]).stdout.strip()
+    return slurm.run([*argv, "--wrap", f"sleep {seconds}"]).stdout.strip()
 
 
 def start_of(slurm, job: str) -> str:
@@ -50,6 +50,28 @@ def queue(slurm):
     eventually(lambda: "planned" in slurm.run(sinfo).stdout, "a node is planned")
     yield jobs
     slurm.run(["scancel", *jobs])
+
+
+def test_a_start_is_forecast_from_jobs_that_ended_long_before_their_limits(slurm, sweep, tmp_path):
+    """They used some seconds of minutes; so does the one that has all nodes, most probably."""
+    for _ in range(6):
+        sbatch(slurm, "-N1", "-t", "3", "-p", "low", seconds=3)
+    ended = ["squeue", "-h", "-t", "CD", "-o", "%A", "-p", "low"]
+    eventually(lambda: len(slurm.run(ended).stdout.split()) >= 6, "jobs have ended")
+    long = sbatch(slurm, f"-N{len(slurm.nodes)}", "-t", "30", "-p", "low")
+    eventually(lambda: "20" in start_of(slurm, long), "a job has all nodes")
+    run = sweep("nodes=1:2", "launcher.time=20", "launcher.partition=low")
+    queued = ["squeue", "-h", "-t", "PD", "-o", "%r", "-p", "low"]
+    eventually(lambda: "Resources" in slurm.run(queued).stdout, "its tasks wait")
+    found = command(slurm, tmp_path, "status", "--json", run.run())["next_node"]
+    learned, at = found["learned"], found["at"]
+    assert "ended jobs (squeue)" in found["learned_from"]
+    assert time.time() - 60 < learned["p10"] <= learned["p50"] <= learned["p90"]
+    assert at is None or learned["p50"] < at, "sooner than by time limits"
+    slurm.run(["scancel", long])
+    eventually(lambda: bool(run.events("task")), "a task starts")
+    assert learned["p10"] - 60 <= run.events("task")[0]["time"] <= learned["p90"] + 60
+    run.process.terminate()
 
 
 @pytest.mark.long

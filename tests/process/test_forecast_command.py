@@ -42,7 +42,7 @@ def cluster(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
-    def write(config=CONFIG, queue=None, test="exit 0", states="n1|planned\nn2|planned\n"):
+    def write(config=CONFIG, queue=None, test="exit 0", states="n1|planned\nn2|planned\n", ran=()):
         planned = f"PENDING||n[1-3]|{date(3)}|N/A|10:00:00|3|N/A|8|90|gpu|Resources|"
         running = f"RUNNING|n3||{date(-1)}|{date(3)}|4:00:00|1|N/A|7|90|gpu|None|"
         lines = [running, planned] if queue is None else queue
@@ -51,6 +51,7 @@ def cluster(tmp_path, monkeypatch):
             "sinfo": f'echo "{states}n3|allocated\nn4|drained"',
             "squeue": "echo '" + "\n".join(lines) + "'",
             "sbatch": test,
+            "sacct": "echo '" + "\n".join(ran) + "'" if ran else "exit 1",
             "sacctmgr": "echo 'standby|NoReserve|requeue|00:01:00||'",
         }
         for name, text in scripts.items():
@@ -106,7 +107,7 @@ def test_a_standby_qos_starts_in_the_gap_with_its_own_time_limit(cluster, capsys
     (own,) = found["shapes"]
     assert own["starts_at"] - found["time"] < 60 and own["growth"][0]["nodes"] == 2
     assert any("QOS standby has NoReserve" in note for note in found["notes"])
-    assert len(cluster.calls()) <= 12
+    assert len(cluster.calls()) <= 14
 
 
 def test_slots_between_other_jobs_are_in_the_forecast(cluster, capsys):
@@ -149,14 +150,32 @@ def test_the_forecast_in_words(cluster, capsys):
 
 
 def test_few_commands_are_called(cluster, capsys):
-    """Eleven at most with those of the dry run, however many nodes; each test has its size."""
+    """Thirteen at most with those of the dry run, for any number of nodes; a test for each size."""
     cluster(test=starts(0))
     when(capsys, "nodes=2:4", "launcher.time=12:00:00")
     calls = cluster.calls()
-    assert len(calls) <= 11, calls
+    assert len(calls) <= 13, calls
     tests = [call.removeprefix("sbatch --test-only ") for call in calls if "sbatch" in call]
     flags = [test.rpartition(" ")[0] for test in tests]
     assert flags == [f"--nodes={n} --ntasks={n} --array=0" for n in (1, 2, 4)]
+
+
+def test_a_start_is_learned_from_jobs_that_ended(cluster, capsys):
+    """All jobs of a user run for a quarter of their limit: the next one ends in half an hour."""
+    ran = [f"{i}|COMPLETED|eve|gpu|01:00:00|04:00:00|{date(-i)}" for i in range(1, 40)]
+    ran += ["7|RUNNING|eve|gpu|00:30:00|04:00:00|Unknown"]
+    queue = [f"RUNNING|n3||{date(-0.5)}|{date(3.5)}|4:00:00|1|N/A|7|90|gpu|None|"]
+    cluster(test=starts(0), ran=ran, queue=queue, states="")
+    arguments = ["train.py", "+launcher=slurm", "nodes=1", "launcher.time=60"]
+    found = when(capsys, *arguments[2:])
+    (own,), now = found["shapes"], found["time"]
+    assert not not_in_help("submit", found) and own["starts_at"] - now > 3.4 * HOUR
+    learned = [at - now for at in own["learned"]["1"].values()]
+    assert learned == sorted(learned) and learned[1] == pytest.approx(HOUR / 2, abs=60)
+    assert found["learned_from"] == "learned from 39 ended jobs (sacct)"
+    assert main(["submit", "--test-only", *arguments]) == 0
+    shown = capsys.readouterr().out
+    assert "The run starts in 30 to " in shown and "starts: learned from 39 ended jobs" in shown
 
 
 def test_on_an_empty_queue_what_sbatch_knows_besides_counts(cluster, capsys):

@@ -16,16 +16,17 @@ from hpc_elastic._console import plain_table
 from hpc_elastic._util import duration
 from hpc_elastic.cli import status
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.status import NextGap, clock, line, listed, number, page, sparkline
+from hpc_elastic.cli.status import NextStart, clock, line, listed, number, page, span, sparkline
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.report.details import read_details
 from hpc_elastic.report.run_view import read_view
 from hpc_elastic.run import registry
 from hpc_elastic.run.directory import Entry, RunDir, Submission
 from hpc_elastic.run.events import EventLog
-from hpc_elastic.site import next_gap
+from hpc_elastic.site import StartTimes, next_start
+from hpc_elastic.site.gaps import ExpectedStart
 from hpc_elastic.slurm.job_state import TaskState
-from hpc_elastic.slurm.parsing import RESERVED, Partition, QueuedJob
+from hpc_elastic.slurm.parsing import RESERVED, JobRun, Partition, QueuedJob
 from hpc_elastic.slurm.scheduler import QueueSnapshot
 from specs import spec_of, started_run
 
@@ -157,6 +158,13 @@ class Busy:
         self.calls.append(partition)
         return {"n1": "allocated", "n2": "idle"}
 
+    def job_runs(self):
+        """Six jobs of one user that have used a tenth of their limit, and job 3."""
+        ended = [
+            JobRun(str(i), "eve", "gpu", 720.0, 7200.0, time.time() - 600 * i) for i in range(6)
+        ]
+        return [*ended, JobRun("3", "eve", "gpu", 6000.0, 7200.0, None)], "sacct"
+
 
 @pytest.mark.parametrize(
     ("settings", "in_min"),
@@ -171,11 +179,29 @@ class Busy:
 def test_the_next_gap_is_one_for_the_least_time_limit(tmp_path, settings, in_min):
     """Before other jobs and reservations; the run's own plans are for another limit."""
     run, client = made(tmp_path, time="60", **settings), Busy()
-    found = next_gap(run.load(), client)
+    found = next_start(run.load(), ExpectedStart(), client)
+    assert client.calls == ([] if "constraint" in settings else ["gpu"])
     if in_min is None:
-        assert found is None and client.calls == []
+        assert found.at is None
     else:
-        assert found == pytest.approx(time.time() + 60 * in_min, abs=90) and client.calls == ["gpu"]
+        assert found.at == pytest.approx(time.time() + 60 * in_min, abs=90)
+
+
+def test_the_next_start_is_learned_from_jobs_that_ended(tmp_path):
+    """A job whose user's jobs use a tenth of their limit ends soon or at its limit, in 20 min."""
+    run, client = made(tmp_path, time="5", exclude="n2"), Busy()
+    del client.jobs[1]
+    found, now = (
+        next_start(run.load(), ExpectedStart(now_ := time.time() + 1200), client),
+        time.time(),
+    )
+    assert found.learned_from == "learned from 6 ended jobs (sacct)" and found.at == now_
+    assert now <= found.learned.p10 <= found.learned.p50 <= found.learned.p90 <= now + 1260
+    client.job_runs = lambda: ([], "squeue")
+    found = next_start(run.load(), ExpectedStart(now_), client)
+    assert found == ExpectedStart(
+        now_, learned_from="by time limits, 0 ended jobs (squeue) teach nothing"
+    )
 
 
 @pytest.mark.parametrize(
@@ -187,19 +213,33 @@ def test_the_next_node_comes_with_the_next_gap_if_that_is_sooner(
     """Than Slurm's plan for it; Slurm is queried about gaps once a minute at most."""
     run, asked = made(tmp_path, time="60", time_min="5"), []
 
-    def next_gap(*_):
+    def next_start(_, expected):
         asked.append(1)
         if gap is OSError:
             raise OSError("no")
-        return None if gap is None else time.time() + gap
+        return expected if gap is None else replace(expected, at=time.time() + gap)
 
-    monkeypatch.setattr("hpc_elastic.site.next_gap", next_gap)
+    monkeypatch.setattr("hpc_elastic.site.next_start", next_start)
     training(run, time.time())
-    next_gap_of = NextGap()
+    start = NextStart()
     for _ in range(3):
-        details = next_gap_of.added(read_details(read_view(run.path, slurm(RUNS, WAITS))))
+        details = start.added(read_details(read_view(run.path, slurm(RUNS, WAITS))))
     assert details.next_node.at == pytest.approx(time.time() + 60 * in_min, abs=20)
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("minutes", "words"),
+    [
+        ((10, 20, 40), "in 10 to 40 min (8 of 10)"),
+        ((10, 20, 90), "in 10 min to 1 h 30 min (8 of 10)"),
+        ((0.5, 1, 12), "within 12 min (9 of 10)"),
+        ((0, 0, 0.9), "now"),
+    ],
+)
+def test_the_quantiles_of_a_start_in_words(minutes, words):
+    """Eight of ten starts are between the first one and the last."""
+    assert span(StartTimes(*(60.0 * each for each in minutes)), 0.0) == words
 
 
 def announced(run: RunDir, *told: int | tuple[int, int] | None, begin: float) -> None:

@@ -1,16 +1,14 @@
 #!/usr/bin/env python3
 """Do forecasts of starts keep their word on logs of real machines, in virtual time?
 
-python benchmarks/forecasts.py --logs hpc2n.swf:240 --idle holes.npz
+python benchmarks/forecasts.py --logs hpc2n.swf:240 --idle holes.npz --hour samples.json
 """
 
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import NamedTuple
 
 import numpy as np
 from evidence.result import Column, Figure, Result, Table, Target
@@ -22,14 +20,8 @@ from hpc_elastic.slurm.parsing import JobRun, QueuedJob
 DAY_S, NEAR_S, LEAST, MOST, NUM_FREE = 86_400.0, 60.0, 75.0, 85.0, 256
 COLUMNS = "|forecasts|within, %|wait, min|width, min|error of the middle, min|of Slurm's plan, min|"
 COLUMNS += "right within a minute, %|Slurm's plan right, %"
-
-
-class Job(NamedTuple):
-    at: float
-    nodes: int
-    limit_s: float
-    runs_s: float
-    user: str
+Job = tuple[float, int, float, float, str]
+"""When it was submitted, its nodes, its time limit, how long it runs, and its user."""
 
 
 def read(path: Path) -> list[Job]:
@@ -37,7 +29,7 @@ def read(path: Path) -> list[Job]:
     rows = np.loadtxt(path, comments=";", usecols=(1, 4, 8, 3, 11), ndmin=2)
     rows[:, 3] = rows[:, 2:4].min(1)
     found = sorted(rows[(rows[:, 1:4] > 0).all(1)].tolist())
-    return [Job(at, int(n), limit_s, runs_s, str(user)) for at, n, limit_s, runs_s, user in found]
+    return [(at, int(n), limit_s, runs_s, str(user)) for at, n, limit_s, runs_s, user in found]
 
 
 def read_idle(path: Path) -> list[Job]:
@@ -48,42 +40,34 @@ def read_idle(path: Path) -> list[Job]:
     spans = np.stack([(start + length)[:-1], start[1:]], 1)[node[1:] == node[:-1]]
     spans, nodes = np.unique(spans, axis=0, return_counts=True)
     found = zip(spans.tolist(), nodes.tolist(), strict=True)
-    return [Job(begin, n, 2 * DAY_S, end - begin, "") for (begin, end), n in found]
+    return [(begin, n, 2 * DAY_S, end - begin, "") for (begin, end), n in found]
 
 
 def forecast(
-    jobs: Sequence[Job], begins: Sequence[float], now: float, i: int | None, n: int
+    jobs: Sequence[Job], begins: Sequence[float], now: float, own: int | None, nodes: int
 ) -> tuple[float, ...]:
-    """Return the wait of a job on n nodes, by the limits, and its quantiles.
-
-    Without one, it is the time until n nodes are given up.
-    """
-    listed, running, waiting = list[JobRun](), list[Claim](), list[Claim]()
-    seen = [k for k, j in enumerate(jobs) if j.at <= now < begins[k] + j.runs_s + DAY_S]
-    used_s = {k: min(jobs[k].runs_s, max(0.0, now - begins[k])) for k in seen}
-    live = [k for k in seen if used_s[k] < jobs[k].runs_s]
-    for k in seen:
-        job, end = jobs[k], begins[k] + jobs[k].runs_s
-        listed.append(
-            JobRun(str(k), job.user, "", used_s[k], job.limit_s, end if end <= now else None)
-        )
-    runs = RunTimes(listed, "log", now)
-    for k in live:
-        survival = runs.survival_of(QueuedJob("", limit_s=jobs[k].limit_s, job=str(k)))
-        claim = Claim(jobs[k].nodes, jobs[k].limit_s, survival)
-        if begins[k] <= now:
-            running.append(replace(claim, began_at=begins[k]))
-        elif i is not None and k <= i:
-            waiting.append(claim)
-    if i is None:
-        waiting, n = [Claim(n, 1.0)], sum(claim.nodes for claim in running)
-    claims = [*running, *waiting]
-    own, drawn = len(claims) - 1, sample_starts(n, claims, [len(claims) - 1], now)
-    planned = play_queue(n, claims, [claim.limit_s for claim in claims], now, own)[own]
-    real = [*(jobs[k].runs_s for k in live if begins[k] <= now), 1.0]
-    begin = play_queue(n, claims, real, now, own)[own] if i is None else begins[i]
-    times = StartTimes.of(starts[0] for starts in drawn)
-    return tuple(at - now for at in (begin, planned, times.p10, times.p50, times.p90))
+    """Return the wait of a job, by the limits, and its quantiles; or until nodes are given up."""
+    listed, running, waiting, real = list[JobRun](), list[int](), list[int](), list[float]()
+    for i, (at, _, limit_s, runs_s, user) in enumerate(jobs):
+        if not at <= now < begins[i] + runs_s + DAY_S:
+            continue
+        has_ended, has_begun = begins[i] + runs_s <= now, begins[i] <= now
+        used_s, end = min(runs_s, max(0.0, now - begins[i])), begins[i] + runs_s
+        listed.append(JobRun(str(i), user, "", used_s, limit_s, end if has_ended else None))
+        if not has_ended and (has_begun or (own is not None and i <= own)):
+            (running if has_begun else waiting).append(i)
+            real += [runs_s] if has_begun else []
+    runs, claims = RunTimes(listed, "log", now), list[Claim]()
+    for i in (*running, *waiting):
+        survival = runs.survival_of(QueuedJob("", limit_s=jobs[i][2], job=str(i)))
+        claims.append(Claim(*jobs[i][1:3], survival, begins[i] if begins[i] <= now else None))
+    if own is None:
+        nodes, claims = sum(c.nodes for c in claims), [*claims, Claim(nodes, 1.0)]
+    last = len(claims) - 1
+    plan = play_queue(nodes, claims, [claim.limit_s for claim in claims], now, last)[last]
+    begin = begins[own] if own else play_queue(nodes, claims, [*real, 1.0], now, last)[last]
+    drawn = StartTimes.of(starts[0] for starts in sample_starts(nodes, claims, [last], now))
+    return tuple(at - now for at in (begin, plan, drawn.p10, drawn.p50, drawn.p90))
 
 
 def read_hour(path: Path) -> dict[str, list[tuple[float, ...]]]:
@@ -103,24 +87,21 @@ def main() -> None:
     parser.add_argument("--logs", nargs="*", default=[], metavar="FILE:NODES")
     parser.add_argument("--idle", type=Path, help="log of idle spans, as of harvest.py")
     parser.add_argument("--hour", type=Path, help="samples of full_cluster.py")
-    parser.add_argument("--number", type=int, default=200, help="forecasts of each log")
+    parser.add_argument("--number", type=int, default=100, help="forecasts of each log")
     given, rng = parser.parse_args(), random.Random(1)
-    found: dict[str, list[tuple[float, ...]]] = {}
+    found = {} if given.hour is None else read_hour(given.hour)
     for path, _, nodes in (log.rpartition(":") for log in given.logs):
         jobs = read(Path(path))
-        last = len(jobs) - 1
-        claims = [Claim(int(j.nodes), j.limit_s, not_before=j.at) for j in jobs]
-        begins = play_queue(int(nodes), claims, [j.runs_s for j in jobs], jobs[0].at, last)
-        late = [i for i in range(last // 10, last) if begins[i] > jobs[i].at + NEAR_S]
+        claims, runs_s = [Claim(*job[1:3], not_before=job[0]) for job in jobs], [j[3] for j in jobs]
+        begins = play_queue(int(nodes), claims, runs_s, jobs[0][0], len(jobs) - 1)
+        late = [i for i in range(len(jobs) // 10, len(jobs)) if begins[i] > jobs[i][0] + NEAR_S]
         chosen = rng.sample(late, min(len(late), given.number))
-        of_log = (forecast(jobs, begins, jobs[i].at + 1, i, int(nodes)) for i in chosen)
+        of_log = (forecast(jobs, begins, jobs[i][0] + 1, i, int(nodes)) for i in chosen)
         found[f"{Path(path).stem}: jobs that wait"] = [*of_log]
     if given.idle:
-        jobs, begins = read_idle(given.idle), [job.at for job in read_idle(given.idle)]
-        times = (rng.uniform(2, 13) * DAY_S for _ in range(given.number))
-        name = f"idle map: {NUM_FREE} nodes are given up"
-        found[name] = [forecast(jobs, begins, now, None, NUM_FREE) for now in times]
-    found |= {} if given.hour is None else read_hour(given.hour)
+        jobs, times = read_idle(given.idle), [rng.uniform(2, 13) for _ in range(given.number)]
+        begins, name = [job[0] for job in jobs], f"idle map: {NUM_FREE} nodes are given up"
+        found[name] = [forecast(jobs, begins, day * DAY_S, None, NUM_FREE) for day in times]
     rows, met = list[tuple[str | Figure, ...]](), list[Target]()
     for name, seen in found.items():
         errors = [(abs(p50 - wait), abs(plan - wait)) for wait, plan, _, p50, _ in seen]

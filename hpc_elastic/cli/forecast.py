@@ -139,7 +139,8 @@ def make_forecast(scripts: Sequence[Path]) -> RunForecast:
         )
     if len(runs) > 1:
         notes.append(f"the sweep has {len(runs)} runs, which share the queue: this is the first")
-    return RunForecast(now, settings, names, found, found_shapes, notes, known.note)
+    note = known.describe_record(is_learned=any(shape.learned for shape in found_shapes))
+    return RunForecast(now, settings, names, found, found_shapes, notes, note)
 
 
 def _gap(

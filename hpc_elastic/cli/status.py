@@ -26,7 +26,6 @@ from hpc_elastic.cli import options
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.report import KINDS
 from hpc_elastic.run.task_name import index_of
-from hpc_elastic.site import SAME_S
 
 if TYPE_CHECKING:
     from hpc_elastic.report.details import RunDetails, RunTask
@@ -603,6 +602,8 @@ def clock(at: float, now: float) -> str:
 
 def span(start: StartTimes, now: float) -> str:
     """Return from when to when eight of ten starts are: ``in 10 to 40 min (8 of 10)``."""
+    from hpc_elastic.site import SAME_S
+
     if start.p90 - now < SAME_S:
         return "now"
     first, last = (duration(60 * round((at - now) / 60)) for at in (start.p10, start.p90))

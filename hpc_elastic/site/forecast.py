@@ -88,9 +88,7 @@ class RunTimes:
         ends = [run.ended_at for run in listed if run.ended_at is not None]
         since, self.num_ended = min(ends, default=now), len(ends)
         self._users = {run.job: run.user for run in listed}
-        is_enough = self.num_ended >= LEAST_ENDED
-        of = f"{self.num_ended} ended jobs ({command})"
-        self.note = f"learned from {of}" if is_enough else f"by time limits, {of} teach nothing"
+        self._listed = f"{self.num_ended} ended jobs ({command})"
         self._seen: dict[object, list[tuple[float, float, bool]]] = {}
         self._fitted: dict[object, Survival] = {}
         for run in listed:
@@ -102,6 +100,11 @@ class RunTimes:
                 )  # fmt: skip
                 for key in self._keys(run.user, run.limit_s, run.partition):
                     self._seen.setdefault(key, []).append(seen)
+
+    def describe_record(self, *, is_learned: bool) -> str:
+        """Return in a few words what a forecast is made of."""
+        how = "learned from" if is_learned else "by time limits: nothing is learned from"
+        return f"{how} {self._listed}"
 
     @staticmethod
     def _keys(user: str, limit_s: float, partition: str) -> tuple[object, ...]:

@@ -558,4 +558,5 @@ def next_start(
     runs = RunTimes(*client.job_runs(), now)
     found = outlook(states, jobs, now)
     learned = learned_starts(found, jobs, terms, (1,), runs, now, partitions=names, own=own)
-    return replace(expected, learned=learned.get(1), learned_from=runs.note)
+    note = runs.describe_record(is_learned=bool(learned))
+    return replace(expected, learned=learned.get(1), learned_from=note)

@@ -200,7 +200,7 @@ def test_the_next_start_is_learned_from_jobs_that_ended(tmp_path):
     client.job_runs = lambda: ([], "squeue")
     found = next_start(run.load(), ExpectedStart(now_), client)
     assert found == ExpectedStart(
-        now_, learned_from="by time limits, 0 ended jobs (squeue) teach nothing"
+        now_, learned_from="by time limits: nothing is learned from 0 ended jobs (squeue)"
     )
 
 

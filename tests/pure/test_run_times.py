@@ -109,7 +109,8 @@ def test_the_same_input_gives_the_same_quantiles_and_more_of_the_cluster_gives_l
     found = outlook(states, runs, NOW)
     nothing = RunTimes(ended(0.6, number=4), "squeue", NOW)
     assert learned_starts(found, runs, TaskTerms(600.0), (1,), nothing, NOW) == {}
-    assert nothing.note == "by time limits, 4 ended jobs (squeue) teach nothing"
+    note = "by time limits: nothing is learned from 4 ended jobs (squeue)"
+    assert nothing.describe_record(is_learned=False) == note
 
 
 def test_own_tasks_keep_their_place_in_the_queue():

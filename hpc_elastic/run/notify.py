@@ -96,7 +96,7 @@ class Notifier:
             "time": time.time(),
         }
         where = {"run_id": self.spec.run_id, "run": str(self.run.path)}
-        body = json.dumps({**facts, **about, **where, "host": socket.gethostname()}, default=str)
+        body = json.dumps({**facts, **about, **where, "sender": socket.gethostname()}, default=str)
         settings, whys = self.spec.settings.launcher.notify, list[str | None]()
         if settings.command is not None:
             whys.append(_run_command(settings.command, body, settings.timeout_s))

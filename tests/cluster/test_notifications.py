@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from counting import counting
-from sweeps import eventually, leader_host
+from sweeps import SLOWLY, busy, eventually, leader_host
 
 
 def told(folder):
@@ -50,3 +50,21 @@ def test_who_waits_for_a_run_tells_that_it_is_lost(slurm, sweep, tmp_path):
     (message,) = told(tmp_path)
     assert message["event"] == "lost" and "ended without a result" in message["text"]
     assert run.sweep.process.returncode not in (0, -signal.SIGKILL)
+
+
+@pytest.mark.long
+def test_nodes_that_are_returned_or_excluded_are_told(slurm, sweep, tmp_path):
+    """A node that starts no task, once; and each time that the run returns all nodes."""
+    other = busy(slurm, 2)  # node1 and node2, which Slurm gives first
+    slurm.make_read_only("node3")
+    events = "launcher.notify.events=[requeued,excluded]"
+    short = "launcher.below_min_timeout_s=20"
+    run = sweep("nodes=2", to_file(tmp_path), events, short, *SLOWLY)
+    eventually(lambda: {"requeued", "excluded"} <= {m["event"] for m in told(tmp_path)}, "both")
+    slurm.run(["scancel", other])
+    eventually(lambda: run.group_sizes(), "the group forms")
+    run.output()
+    messages = told(tmp_path)
+    assert [m["host"] for m in messages if m["event"] == "excluded"] == ["node3"], messages
+    returns = [e for e in run.events("nodes_requeued") if e.get("all")]
+    assert len([m for m in messages if m["event"] == "requeued"]) == len(returns)

@@ -42,6 +42,8 @@ def test_a_node_that_has_lost_its_gpu_is_excluded_and_another_takes_its_place(
     script.write_text(SCRIPT)
     settings = ["+launcher=slurm", "nodes=2", "nproc_per_node=1"]
     settings += ["+launcher.env.CUDA_VISIBLE_DEVICES=0"]  # Slurm has none here, and says so
+    to_file = f"launcher.notify.command='cat >> {tmp_path}/told'"
+    settings += [to_file, "launcher.notify.events=[excluded]"]
     s = sweep(*settings, f'launcher.setup=[". {env}"]', script=script)
     eventually(lambda: s.events("preflight"), "the node is found not to be fit")
     output = s.output()
@@ -50,5 +52,7 @@ def test_a_node_that_has_lost_its_gpu_is_excluded_and_another_takes_its_place(
     assert {(e["host"], e["check"], e["excluded"]) for e in unfit} == {(bad, "gpus", True)}
     assert bad not in hosts(s) and len(hosts(s)) == 2
     excluded = json.loads((s.run() / "excluded_nodes.json").read_text())
-    assert "GPU is lost" in excluded[bad]
+    assert "GPU is lost" in excluded[bad]["why"]
+    message = json.loads((tmp_path / "told").read_text())  # one
+    assert message["host"] == bad and "GPU is lost" in message["text"]
     assert s.result()["restarts"] == 0

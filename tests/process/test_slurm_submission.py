@@ -29,7 +29,7 @@ from hpc_elastic.errors import (
     SubmissionError,
 )
 from hpc_elastic.launcher import slurm, submit
-from hpc_elastic.launcher.batch_script import explain
+from hpc_elastic.launcher.batch_script import Script, directives, explain, render_result_job
 from hpc_elastic.launcher.plan import RunRequest, make_plan
 from hpc_elastic.run.directory import ArrayFiles, Entry, RunDir
 from hpc_elastic.slurm.client import SlurmClient
@@ -269,6 +269,21 @@ def test_one_job_stands_for_the_result_of_the_runs(tmp_path, sbatch, one_run, ca
     text = (script.parent / "result-0.sbatch").read_text()
     assert "#SBATCH --cpus-per-task=1" in text and "#SBATCH --qos=x" in text
     assert f"-m hpc_elastic wait {tmp_path / 'run'} &\n" in text
+
+
+def test_mail_is_about_the_result_job_and_not_about_the_tasks(tmp_path, sbatch, one_run):
+    """Slurm's mail of an array says nothing about the result of its runs."""
+    (script,) = one_run.scripts
+    mail = {"mail-type": "END,FAIL", "mail-user": "me"}
+    for has_job in (False, True):
+        launcher = replace(one_run.arrays[0].launcher, result_job=has_job, sbatch=mail)
+        made = Script(launcher, "train", 2, script.parent, 0, "python", tmp_path)
+        flags = [flag for flag in directives(made) if flag.startswith("--mail")]
+        assert len(flags) == (0 if has_job else 2)
+    lines = render_result_job(made).splitlines()
+    assert [line for line in lines if line.startswith("#SBATCH --mail")] == [
+        "#SBATCH --mail-type=END,FAIL", "#SBATCH --mail-user=me",
+    ]  # fmt: skip
 
 
 def test_the_result_job_outlives_its_time_limit(tmp_path, sbatch, one_run):

@@ -577,14 +577,15 @@ class SiteClient(SlurmClient):
         """Return how long jobs of all users have run, and the command that printed it.
 
         It is sacct for the last day. Where that fails or takes long, it is squeue, which lists a
-        job until MinJobAge after its end.
+        job until MinJobAge after its end. Nothing is returned if both fail.
         """
-        argv = ["sacct", "-a", "-X", "-n", "-P", "-S", "now-1days", "-o", parsing.RUNS_FIELDS]
-        with suppress(SlurmCommandError):
-            if found := parsing.parse_runs(self._run(argv, timeout_s=_HISTORY_S)):
-                return found, argv[0]
-        argv = ["squeue", "-h", "-a", "-t", "all", "-o", parsing.RUNS_FORMAT]
-        return parsing.parse_runs(self._run(argv)), argv[0]
+        sacct = ["sacct", "-a", "-X", "-n", "-P", "-S", "now-1days", "-o", parsing.RUNS_FIELDS]
+        squeue = ["squeue", "-h", "-a", "-t", "all", "-o", parsing.RUNS_FORMAT]
+        for argv in (sacct, squeue):
+            with suppress(SlurmCommandError):
+                if found := parsing.parse_runs(self._run(argv, timeout_s=_HISTORY_S)):
+                    return found, argv[0]
+        return [], squeue[0]
 
     def preemption(self, partition: str | None, qos: str | None = None) -> parsing.Preemption:
         """Return how a task in these partitions is preempted (login node).

@@ -698,3 +698,20 @@ def test_a_task_that_has_just_ended_need_not_be_killed(command, says, fails):
     command("scancel", f"echo '{says}' >&2; exit 1")
     with pytest.raises(SlurmCommandError) if fails else contextlib.nullcontext():
         command.client.kill(["7_0"])
+
+
+def test_how_long_jobs_ran_is_asked_of_sacct_and_else_of_squeue(command, monkeypatch):
+    """A forecast does without: a failure is no error, nor is a database that does not answer."""
+    monkeypatch.setattr(slurm_command, "_HISTORY_S", 2.0)
+    rows = "echo '7|COMPLETED|eve|gpu|1:00|10:00|1900000000'"
+    for sacct, squeue, source in (
+        (f"[ $SLURM_TIME_FORMAT = %s ] && {rows}", "exit 1", "sacct"),
+        ("echo 'Slurm accounting storage is disabled' >&2; exit 1", rows, "squeue"),
+        ("exec sleep 60", rows, "squeue"),
+        ("exit 1", "exit 1", "squeue"),
+    ):
+        command("sacct", sacct)
+        command("squeue", squeue)
+        found, name = command.client.job_runs()
+        assert name == source
+        assert [run.used_s for run in found] == ([60.0] if rows in sacct + squeue else [])

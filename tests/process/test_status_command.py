@@ -188,20 +188,17 @@ def test_the_next_gap_is_one_for_the_least_time_limit(tmp_path, settings, in_min
 
 
 def test_the_next_start_is_learned_from_jobs_that_ended(tmp_path):
-    """A job whose user's jobs use a tenth of their limit ends soon or at its limit, in 20 min."""
-    run, client = made(tmp_path, time="5", exclude="n2"), Busy()
+    """A job whose user's jobs use a tenth of their limit ends soon, or at its limit in 20 min."""
+    run, client, now = made(tmp_path, time="5", exclude="n2"), Busy(), time.time()
     del client.jobs[1]
-    found, now = (
-        next_start(run.load(), ExpectedStart(now_ := time.time() + 1200), client),
-        time.time(),
-    )
-    assert found.learned_from == "learned from 6 ended jobs (sacct)" and found.at == now_
+    planned = ExpectedStart(now + 1200)
+    found = next_start(run.load(), planned, client)
+    assert found.learned_from == "learned from 6 ended jobs (sacct)" and found.at == planned.at
     assert now <= found.learned.p10 <= found.learned.p50 <= found.learned.p90 <= now + 1260
     client.job_runs = lambda: ([], "squeue")
-    found = next_start(run.load(), ExpectedStart(now_), client)
-    assert found == ExpectedStart(
-        now_, learned_from="by time limits: nothing is learned from 0 ended jobs (squeue)"
-    )
+    found = next_start(run.load(), planned, client)
+    assert (found.at, found.learned) == (planned.at, None)
+    assert found.learned_from == "by time limits: nothing is learned from 0 ended jobs (squeue)"
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ _FRAMES_OF_OURS = (
 )  # fmt: skip
 _ADAPTERS = {
     "lightning.pytorch": "hpc_elastic.integrations.adapted_lightning",
+    "pytorch_lightning": "hpc_elastic.integrations.adapted_lightning",
     "transformers.trainer": "hpc_elastic.integrations.adapted_huggingface",
 }
 """Modules of frameworks, and what makes a script that imports them elastic, a layer above."""

@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from hpc_elastic.doctor.findings import Finding, ok, warn
 
 _WHY = "what is not exact trains some samples twice and others never when nodes come or go"
-_FRAMEWORKS = {"lightning": "Lightning", "transformers": "Hugging Face", "trl": "Hugging Face"}
+_FRAMEWORKS = {
+    "lightning": "Lightning", "pytorch_lightning": "Lightning",
+    "transformers": "Hugging Face", "trl": "Hugging Face",
+}  # fmt: skip
 _OWN_ORDER = ("IterableDataset", "BatchSampler", "WeightedRandomSampler", "SubsetRandomSampler")
 _LIGHTNING = {
     "accumulate_grad_batches": "leave it at 1, and give a batch that fits",
@@ -48,8 +51,6 @@ def check_script(source: str, name: str) -> Finding:
     framework = next((_FRAMEWORKS[r] for r in sorted(roots) if r in _FRAMEWORKS and is_used), None)
     if framework is None:
         remedy = "convert it: docs/howto/convert.md, about ten lines"
-        if "pytorch_lightning" in roots:
-            remedy = "import lightning.pytorch as pl, which is the same"
         found = f"{name} would be level 1: no Trainer that is known"
         return warn("script.level", found, _WHY, remedy)
     table = _LIGHTNING if framework == "Lightning" else _HUGGING_FACE
@@ -60,7 +61,6 @@ def check_script(source: str, name: str) -> Finding:
 
 def _inexact(tree: ast.AST, table: dict[str, str]) -> Iterator[tuple[str, str]]:
     """Yield what makes a training inexact, with its line, and what to do; constants only."""
-    given = dict[str, object]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name | ast.Attribute):
             name = node.id if isinstance(node, ast.Name) else node.attr
@@ -70,16 +70,11 @@ def _inexact(tree: ast.AST, table: dict[str, str]) -> Iterator[tuple[str, str]]:
             yield f"{node.arg} in line {node.lineno}", "let training_step take the batch"
         elif isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
             key, value = node.arg or "", node.value.value
-            given[key] = value
             if key in table and (value is True or value not in _NEUTRAL):
                 yield f"{key}={value!r} in line {node.lineno}", table[key]
             if key == "strategy" and str(value).startswith(("deepspeed", "fsdp")):
                 remedy = 'use "ddp" or ModelParallelStrategy'
                 yield f"strategy={value!r} in line {node.lineno}", remedy
-    accumulates = given.get("gradient_accumulation_steps") not in _NEUTRAL
-    if accumulates and not given.get("dataloader_drop_last"):
-        remedy = "give dataloader_drop_last=True"
-        yield "gradient_accumulation_steps without dataloader_drop_last", remedy
 
 
 def _modules(tree: ast.AST) -> Iterator[str]:

@@ -17,14 +17,8 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-)
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -35,50 +29,63 @@ from torch.utils.data import (
 )
 
 from hpc_elastic.data import ElasticSampler
-from hpc_elastic.integrations import adapt
+from hpc_elastic.integrations import adapt, lightning
 from hpc_elastic.integrations.lightning import ElasticCheckpoint, refused_arguments, world
 from hpc_elastic.integrations.loader import ElasticLoader, elastic_copy
 from hpc_elastic.run.directory import default_checkpoints
+from hpc_elastic.shared_files import make_folder, read_text, write_atomic
 from hpc_elastic.worker import reporting
 
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+else:
+    pl = lightning.pl  # of the package that the script uses
+
 _NAME = "Lightning Trainer"
-_STRATEGIES = (DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy)
+_STRATEGIES = (
+    pl.strategies.DDPStrategy,
+    pl.strategies.ModelParallelStrategy,
+    pl.strategies.SingleDeviceStrategy,
+)
 """Those whose checkpoints are known to fit any number of workers."""
 _WITHOUT_STATE = ("strategy", "plugins", "callbacks", "devices")
 """Refused arguments with which the callback cannot keep the state either."""
 _HOOK = "train_dataloader"
+_BATCH = "global_batch"
+"""The file with the batch of a training."""
 
 _stages = itertools.count(1)
 
 
+@functools.cache
 def install() -> None:
     """Adapt each Trainer that this process makes."""
-    make, fit = Trainer.__init__, Trainer.fit
+    make, fit = pl.Trainer.__init__, pl.Trainer.fit
 
     @functools.wraps(make)
-    def make_with_world(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    def make_with_world(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         make(trainer, *args, **kwargs | world())
 
     @functools.wraps(fit)
-    def fit_elastically(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    def fit_elastically(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(fit).bind(trainer, *args, **kwargs).arguments
         del given["self"]
         with contextlib.ExitStack() as afterwards:
             fit(trainer, **_adapted(trainer, given, afterwards))
 
-    Trainer.__init__ = make_with_world
-    Trainer.fit = fit_elastically
+    pl.Trainer.__init__ = make_with_world
+    pl.Trainer.fit = fit_elastically
 
 
 def _adapted(
-    trainer: Trainer, given: dict[str, Any], afterwards: contextlib.ExitStack
+    trainer: pl.Trainer, given: dict[str, Any], afterwards: contextlib.ExitStack
 ) -> dict[str, Any]:
     """Return the arguments of ``fit``, changed where that makes the training elastic."""
     model = getattr(given.get("model"), "_orig_mod", given.get("model"))  # of torch.compile
     stage = next(_stages)
     trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, _Adapted)]
     is_elastic = any(isinstance(each, ElasticCheckpoint) for each in trainer.callbacks)
-    if is_elastic or not isinstance(model, LightningModule):
+    if is_elastic or not isinstance(model, pl.LightningModule):
         return given
     why_not, keeps_state = _why_inexact(trainer, model)
     if not keeps_state:
@@ -89,7 +96,7 @@ def _adapted(
     trainer.callbacks.append(elastic)
     data = given.get("train_dataloaders")
     source = next((d for d in (given.get("datamodule"), data, model) if d is not None), model)
-    if isinstance(source, LightningDataModule | LightningModule):
+    if isinstance(source, pl.LightningDataModule | pl.LightningModule):
         afterwards.callback(_restore, vars(source), vars(source).get(_HOOK))
         vars(source)[_HOOK] = _then(getattr(source, _HOOK), elastic.replace_loader)
     else:
@@ -115,7 +122,7 @@ def _then(hook: Callable[[], Any], replace: Callable[[Any], Any]) -> Callable[[]
     return hook_and_replace
 
 
-def _why_inexact(trainer: Trainer, model: LightningModule) -> tuple[str | None, bool]:
+def _why_inexact(trainer: pl.Trainer, model: pl.LightningModule) -> tuple[str | None, bool]:
     """Return why the training cannot be exact, None if it can; and whether its state is kept."""
     strategy = type(trainer.strategy)
     if strategy not in _STRATEGIES:
@@ -145,10 +152,9 @@ class _Adapted(ElasticCheckpoint):
             return theirs
         sampler = theirs.sampler
         is_distributed = isinstance(sampler, DistributedSampler)
-        if self._positions:  # that of the first start, whatever the nodes are now
-            batch = self._positions[0]["global_batch"]
-        else:
-            batch = adapt.global_batch(theirs.batch_size)
+        batch = adapt.global_batch(theirs.batch_size)
+        with contextlib.suppress(OSError, ValueError):  # of the first start, whatever the nodes are
+            batch = int(read_text(self.directory / _BATCH))
         return elastic_copy(
             theirs,
             ElasticSampler(
@@ -161,11 +167,14 @@ class _Adapted(ElasticCheckpoint):
             ),
         )
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say what was adapted, now that the data is known."""
         super().on_train_start(trainer, pl_module)
         if self._inexact is None:
             size, _ = self._loaders[0].batch_sizes
+            if trainer.is_global_zero:
+                make_folder(self.directory, parents=True)
+                write_atomic(self.directory / _BATCH, str(size))
             adapt.print_level(_NAME, "callback, loader", level=3, why=adapt.exact(size))
         else:
             why = f"{self._inexact}; no step is lost, and a restart begins its epoch's data anew"

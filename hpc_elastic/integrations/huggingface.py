@@ -42,7 +42,13 @@ from typing import TYPE_CHECKING, Any
 from hpc_elastic.data import ElasticSampler
 from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.integrations.loader import ElasticLoader, elastic_copy, sort_by_step, sync_all
+from hpc_elastic.integrations.loader import (
+    ElasticLoader,
+    divide_equally,
+    elastic_copy,
+    sort_by_step,
+    sync_all,
+)
 from hpc_elastic.run import fencing
 from hpc_elastic.worker import reporting
 from hpc_elastic.worker.checkpoint_trigger import Period, should_checkpoint
@@ -270,6 +276,7 @@ class ElasticTraining(_Base):
             end="drop" if args.dataloader_drop_last else "keep",
             name=f"train_{len(_trained)}" if _trained else "train",
         )
+        divide_equally(sampler)  # the Trainer loses count of a smaller number in a resumed epoch
         if self._mark:
             sampler.load_state_dict(self._mark)
             _require_same_epochs(self._mark, sampler)
@@ -453,14 +460,6 @@ class ElasticTraining(_Base):
             raise ConfigError(
                 "optim", str(args.optim), "give another one: it steps inside of backward(), before "
                 "the gradients of the micro-batches and ranks are together",
-            )  # fmt: skip
-        if args.gradient_accumulation_steps > 1 and not args.dataloader_drop_last:
-            raise ConfigError(
-                "dataloader_drop_last", False,
-                "a worker's share of a batch exceeds per_device_train_batch_size="
-                f"{args.per_device_train_batch_size}, so it accumulates; the Trainer miscounts "
-                "that in a resumed epoch's last, smaller batch: give True, or a larger "
-                "per_device_train_batch_size",
             )  # fmt: skip
         if isinstance(dataset, IterableDataset):
             raise ConfigError(

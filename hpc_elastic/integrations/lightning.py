@@ -28,9 +28,10 @@ import os
 import pkgutil
 import shutil
 import signal
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import serialization
 
@@ -42,17 +43,16 @@ from hpc_elastic.shared_files import make_folder
 from hpc_elastic.worker import reporting
 from hpc_elastic.worker.checkpoint_trigger import Period, should_checkpoint
 
-try:
-    from lightning.fabric.plugins.environments import SLURMEnvironment
+_OTHER_NAME = "pytorch_lightning"
+if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.callbacks import (
-        BatchSizeFinder,
-        Checkpoint,
-        GradientAccumulationScheduler,
-        LearningRateFinder,
-        StochasticWeightAveraging,
-    )
-    from lightning.pytorch.strategies import DeepSpeedStrategy
+try:
+    if TYPE_CHECKING or "lightning.pytorch" in sys.modules or _OTHER_NAME not in sys.modules:
+        import lightning.pytorch as pl
+        from lightning.fabric.plugins.environments import SLURMEnvironment
+    else:  # the script's package, with classes of its own
+        import pytorch_lightning as pl
+        from lightning_fabric.plugins.environments import SLURMEnvironment
 except ImportError as e:
     raise ImportError(
         "hpc_elastic.integrations.lightning needs Lightning: pip install lightning"
@@ -62,6 +62,7 @@ except ImportError as e:
 _log = logging.getLogger(__name__)
 
 _BATCH_END = "on_train_batch_end"
+_Scheduler = pl.callbacks.GradientAccumulationScheduler
 
 
 def world() -> dict[str, int]:
@@ -73,7 +74,7 @@ def world() -> dict[str, int]:
     return {"devices": on_node, "num_nodes": int(os.environ.get("WORLD_SIZE", on_node)) // on_node}
 
 
-class ElasticCheckpoint(Checkpoint):
+class ElasticCheckpoint(pl.callbacks.Checkpoint):
     """Saves at a notice, for nodes that come, and now and then; reports each step to the agent.
 
     It takes the place of the ModelCheckpoint that a Trainer makes by itself; others may stand
@@ -375,13 +376,13 @@ _ONE_WEIGHT = (
     'the same global_batch_size, and end="drop" if their numbers of samples differ'
 )
 _CALLBACKS: dict[type, str] = {
-    StochasticWeightAveraging: (
+    pl.callbacks.StochasticWeightAveraging: (
         "use WeightAveraging: this one draws the batches of one more epoch without training"
     ),
-    BatchSizeFinder: (
+    pl.callbacks.BatchSizeFinder: (
         "leave it out: the batch is that of the sampler, the same for any number of workers"
     ),
-    LearningRateFinder: (
+    pl.callbacks.LearningRateFinder: (
         "find the rate in a script of its own: at each restart, it would train batches that the "
         "training then misses"
     ),
@@ -394,7 +395,7 @@ def refused_arguments(trainer: Trainer, module: LightningModule) -> Iterator[_Re
     if (num := trainer.accumulate_grad_batches) != 1:
         yield "accumulate_grad_batches", num, f"leave it at 1: {_MICRO_BATCHES}"
     for each in trainer.callbacks:
-        if isinstance(each, GradientAccumulationScheduler) and max(each.scheduling.values()) > 1:
+        if isinstance(each, _Scheduler) and max(each.scheduling.values()) > 1:
             yield "callbacks", "GradientAccumulationScheduler", f"leave it out: {_MICRO_BATCHES}"
     for kind, remedy in _CALLBACKS.items():
         if any(isinstance(callback, kind) for callback in trainer.callbacks):
@@ -408,7 +409,7 @@ def refused_arguments(trainer: Trainer, module: LightningModule) -> Iterator[_Re
             "begins with the first epoch"
         )
         yield "reload_dataloaders_every_n_epochs", trainer.reload_dataloaders_every_n_epochs, remedy
-    if isinstance(trainer.strategy, DeepSpeedStrategy):
+    if isinstance(trainer.strategy, pl.strategies.DeepSpeedStrategy):
         remedy = 'use "ddp" or ModelParallelStrategy: its checkpoints fit one number of workers'
         yield "strategy", "deepspeed", remedy
     environment = getattr(trainer.strategy, "cluster_environment", None)

@@ -17,10 +17,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic.data import ElasticSampler
+from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.shared_files import sync_to_disk
 
@@ -92,6 +94,20 @@ class ElasticLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state, with any number of workers."""
         self.sampler.load_state_dict(state)
+
+
+class _EqualParts(BatchDivision):
+    def _num_micro_batches_of_a_rank(self, size: int) -> int:
+        return super()._num_micro_batches_of_a_rank(self.global_batch_size)
+
+
+def divide_equally(sampler: ElasticSampler) -> None:
+    """Divide an epoch's last, smaller batch into as many micro-batches as the others.
+
+    For a framework that accumulates a fixed number of them; some of the last may have weight 0.
+    """
+    batch = _EqualParts(**vars(sampler._plan.batch))
+    sampler._plan = replace(sampler._plan, batch=batch)
 
 
 _OPTIONS = (

@@ -36,7 +36,6 @@ from hpc_elastic.integrations import (  # noqa: E402
 )
 
 pytestmark = pytest.mark.filterwarnings("default")
-NUM_STEPS = 6 * 15
 EXACT = "level 3: each sample once an epoch, in batches of 5 samples for any number of workers"
 
 
@@ -47,6 +46,7 @@ def worker(monkeypatch, tmp_path):
     monkeypatch.setattr(adapt, "global_batch", lambda of_worker: of_worker)
     for cls, name in ((pl.Trainer, "__init__"), (pl.Trainer, "fit"), (hf.Trainer, "__init__")):
         monkeypatch.setattr(cls, name, getattr(cls, name))
+    adapted_lightning.install.cache_clear()
     adapted_lightning.install()
     adapted_huggingface.install()
 
@@ -103,6 +103,7 @@ def test_a_killed_lightning_script_ends_as_an_undisturbed_one(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Kill):
         fit(monkeypatch, Killed(23), by=by)
+    monkeypatch.setattr(adapt, "global_batch", lambda of_worker: 3 * of_worker)  # resumed on more
     found = fit(monkeypatch, by=by)
     torch.testing.assert_close(found, undisturbed())
     assert [path.name for path in Path("checkpoints").iterdir()], "the script's own checkpoint"
@@ -198,8 +199,8 @@ def test_each_training_of_a_script_has_its_own_checkpoints(worker, saves, monkey
     trainer.fit_loop.epoch_loop.max_steps = 4
     trainer.fit(model, data)
     assert lightning_checkpoints() == ["step-3.ckpt"]
-    assert [p.name for p in Path("run/checkpoints/fit-2").iterdir()] == ["step-2.ckpt"]
-    assert [p.name for p in Path("run/checkpoints/fit-3").iterdir()] == ["step-4.ckpt"]
+    assert [p.name for p in Path("run/checkpoints/fit-2").glob("step-*")] == ["step-2.ckpt"]
+    assert [p.name for p in Path("run/checkpoints/fit-3").glob("step-*")] == ["step-4.ckpt"]
     ours = [c for c in trainer.callbacks if isinstance(c, lightning.ElasticCheckpoint)]
     assert len(ours) == 1
 
@@ -267,7 +268,7 @@ def test_a_killed_trainer_script_ends_as_an_undisturbed_one(
     ("argument", "why"),
     [
         ("enable_jit_checkpoint=true", "enable_jit_checkpoint=True: give False"),
-        ("gradient_accumulation_steps=2", "dataloader_drop_last=False: a worker's share"),
+        ("save_on_each_node=true", "save_on_each_node=True: give False"),
     ],
 )
 def test_a_trainer_that_cannot_be_exact_is_left_as_it_is(
@@ -306,13 +307,37 @@ def test_a_script_outside_of_our_workers_loads_nothing_of_ours(tmp_path):
     assert done.stdout.split() == [pl.Trainer.__module__, hf.Trainer.__module__, "[]"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "module"),
+    [
+        (["--adapt=off"], "lightning.pytorch.trainer.trainer"),
+        pytest.param([], "hpc_elastic.integrations.adapted_lightning", marks=pytest.mark.long),
+    ],
+)
+def test_a_setting_leaves_scripts_as_they_are(tmp_path, settings, module):
+    """In a worker of a run."""
+    code = "import lightning.pytorch as pl; print(pl.Trainer.fit.__globals__['__name__'])"
+    (tmp_path / "which.py").write_text(code)
+    with CommandRun(["which.py"], tmp_path, *settings) as run:
+        assert run.wait() == 0, run.output()
+    (output,) = (run.path / "tasks").rglob("*.out")
+    assert output.read_text().split() == [module]
+
+
 COMMANDS = {
     "lightning_trainer.py": ["result.json"],
     "lightning_cli.py": [
         "fit", "--trainer.max_epochs=6", "--trainer.accelerator=cpu", "--trainer.logger=false",
     ],
+    "other_name.py": ["result.json"],
     "hf_trainer.py": ["result.json", "out"],
+    "accumulating.py": ["result.json", "out", "gradient_accumulation_steps=3"],
 }  # fmt: skip
+COPIES = {
+    "other_name.py": ("lightning_trainer.py", "lightning.pytorch", "pytorch_lightning"),
+    "accumulating.py": ("hf_trainer.py", "", ""),
+}
+"""Scripts that are made of another one: with the package's other name, with other arguments."""
 
 
 @pytest.mark.long
@@ -323,15 +348,20 @@ def test_an_unchanged_script_loses_nothing_as_its_nodes_come_and_go(
     """Of two nodes one leaves in an epoch, comes back, and dies; the result is as undisturbed."""
     if "cli" in script:
         pytest.importorskip("jsonargparse", reason="pip install -e '.[frameworks]'")
-    whole = train(monkeypatch, tmp_path / "whole") if script == "hf_trainer.py" else undisturbed()
+    words = COMMANDS[script]
+    whole = train(monkeypatch, tmp_path / "whole", *words[2:]) if "out" in words else undisturbed()
     for file in UNCHANGED.glob("*.py"):
         shutil.copy(file, tmp_path)
+    for name, (source, old, new) in COPIES.items():
+        (tmp_path / name).write_text((UNCHANGED / source).read_text().replace(old or "\0", new))
     (tmp_path / "out").mkdir()
     monkeypatch.delenv(RUN_DIR_VARIABLE)
-    with CommandRun([script, *COMMANDS[script]], tmp_path, "--nodes=1:2", PAUSE_S="0.4") as run:
+    with CommandRun([script, *words], tmp_path, "--nodes=1:2", PAUSE_S="0.4") as run:
         run.leaves_returns_and_dies()
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["steps"] == NUM_STEPS
+    batch = 15 if script == "accumulating.py" else 5
+    assert result["steps"] == 6 * -(-73 // batch)
     torch.testing.assert_close(torch.tensor(result["parameters"]), whole, rtol=1e-4, atol=1e-5)
     outputs = "".join(file.read_text() for file in (run.path / "tasks").rglob("*.err"))
-    assert outputs.count(EXACT) == 4, outputs  # once a round
+    exact = EXACT.replace("batches of 5", f"batches of {batch}")
+    assert outputs.count(exact) == 4, outputs  # once a round

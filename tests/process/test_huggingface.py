@@ -97,6 +97,7 @@ def train(folder: Path, **more) -> Net:
 WAYS = {
     "at once": {"per_device_train_batch_size": 8},
     "accumulated": {"per_device_train_batch_size": 2, "dataloader_drop_last": True},
+    "with a smaller last batch": {"per_device_train_batch_size": 3},
 }
 
 
@@ -106,13 +107,22 @@ def test_a_training_that_goes_on_is_the_same_to_the_bit(tmp_path, way):
     """From inside of an epoch and from an epoch's last step."""
     whole = train(tmp_path / "whole", **WAYS[way])
     folders = sorted((tmp_path / "whole").glob("checkpoint-*"))
-    assert len(folders) == (9 if way == "at once" else 6)
+    assert len(folders) == (6 if way == "accumulated" else 9)
     for step in (1, 3, 4):
         rest = tmp_path / f"rest-{step}"
         shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", rest / f"checkpoint-{step}")
         net = train(rest, **WAYS[way])
         assert len(list(rest.iterdir())) == len(folders) - step + 1
         assert torch.equal(whole.layer.weight, net.layer.weight), step
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("most", [1, 3, 4])
+def test_accumulated_micro_batches_make_the_steps_of_the_whole_batch(tmp_path, most):
+    """Also of an epoch's last, smaller batch, which has as many of them; some have weight 0."""
+    whole = train(tmp_path / "whole", per_device_train_batch_size=8)
+    parts = train(tmp_path / "parts", per_device_train_batch_size=most)
+    torch.testing.assert_close(parts.layer.weight, whole.layer.weight)
 
 
 def test_a_checkpoint_counts_once_it_is_marked(tmp_path):
@@ -380,7 +390,6 @@ def test_what_would_go_wrong_later_is_refused(tmp_path):
     for key, row in trainer_arguments.TRAINING_ARGUMENTS.items():
         if isinstance(row, trainer_arguments.Refused) and key not in set_later:
             refused(key, row.text, **{key: row.value})
-    refused("dataloader_drop_last", "it accumulates", per_device_train_batch_size=2)
     for key in set_later:  # whose values need packages or ranks
         row = trainer_arguments.TRAINING_ARGUMENTS[key]
         with pytest.raises(ConfigError, match=f"^{key}=.*{row.text}"):

@@ -51,6 +51,7 @@ What it shows:
               launcher.time_min fits; or why that is unknown
   slow        ranks whose own part of a step takes over 1.3 times that of the median
   restarts    restarts that failures of workers have spent, and how nodes have left
+  given back  nodes that went back for jobs of others, and the time until the tasks had nodes again
   goodput     the share of new training steps in the time of all nodes
   node time   what it was spent on:
 {kinds}
@@ -68,8 +69,8 @@ checkpoint (step, time, kept, age_s),
 restarts, max_restarts, departures (number of attempts that ended: preempted, requeued, time_limit,
 cancelled, asked, node_lost, silence, nodes_requeued, agent_failed, end, ...), stragglers (rank,
 host, ratio), warnings (what is wrong though the training goes on), goodput, node_seconds (by kind),
-queue_seconds, ended (status, time, why, failure) and notes (what could not be found out). Times are
-Unix seconds; unknown values are null.
+queue_seconds, given_back (jobs, nodes, node_s), ended (status, time, why, failure) and notes (what
+could not be found out). Times are Unix seconds; unknown values are null.
 
 \b
 Examples:
@@ -295,6 +296,9 @@ def _rows(details: RunDetails, width: int) -> Iterator[tuple[str, RenderableType
         yield "goodput", text
     elif spent.node_s:
         yield "goodput", Text("unknown: no step was reported yet", style="dim")
+    if (given := spent.given_back).nodes:
+        nodes, jobs = counted(given.nodes, "node", "nodes"), counted(given.jobs, "job", "jobs")
+        yield "given back", Text(f"{nodes} for {jobs} of others, {node_time(given.node_s)}")
     if spent.node_s:
         yield "node time", _node_time_bar(spent.seconds, spent.node_s, width)
 

@@ -152,6 +152,7 @@ class RunDetails:
             "warnings": list(view.warnings),
             "goodput": self.account.goodput, "node_seconds": time_s,
             "queue_seconds": round(self.account.queue_s, 1),
+            "given_back": asdict(self.account.given_back),
             "ended": None if view.ended is None else view.ended.to_json(),
             "notes": list(self.notes),
         }  # fmt: skip

@@ -91,6 +91,21 @@ class Size:
 
 
 @dataclass(frozen=True)
+class GivenBack:
+    """What a run gave back for jobs of others (``launcher.give_way``).
+
+    Attributes:
+        jobs: Number of these jobs.
+        nodes: Number of times that a node was left for one.
+        node_s: Node-seconds from then until the tasks had nodes again, or until now.
+    """
+
+    jobs: int = 0
+    nodes: int = 0
+    node_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Account:
     """Where the time of a run went, by attempts in order of their beginning.
 
@@ -103,6 +118,7 @@ class Account:
     queued: Mapping[str, tuple[Interval, ...]] = field(default_factory=dict)
     sizes: tuple[Size, ...] = ()
     counted: bool = False
+    given_back: GivenBack = field(default_factory=GivenBack)
 
     @cached_property
     def seconds(self) -> Mapping[str, float]:
@@ -159,7 +175,17 @@ def account(
     resumed = list(map(time_of, history.of("resume")))
     queued = _queued(attempts, waiting, now=now, submitted=submitted, resumed=resumed)
     sizes = tuple(_sizes(rounds, attempts, has_replicas=history.has_replicas))
-    return Account(nodes, queued, sizes, counted=any(r.first_steps for r in rounds))
+    counted = any(r.first_steps for r in rounds)
+    return Account(nodes, queued, sizes, counted, _given_back(attempts, queued))
+
+
+def _given_back(attempts: Iterable[_Held], queued: Mapping[str, Sequence[Interval]]) -> GivenBack:
+    given = [held for held in attempts if held.attempt.given_for and held.ended_by is not None]
+    away_s = 0.0
+    for held in given:
+        waits = (i.length_s for i in queued.get(held.attempt.task, ()) if i.end > held.end)
+        away_s += next(waits, 0.0)
+    return GivenBack(len({held.attempt.given_for for held in given}), len(given), away_s)
 
 
 # ---- attempts: from when to when they had their nodes --------------------------------------

@@ -177,10 +177,14 @@ def tiles(report: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
     left = f", {duration(about['remaining_s'])} to go" if about["remaining_s"] else ""
     took = duration(about["until"] - begin) if begin is not None else charts.UNKNOWN
     what = "useful share of node time" if spent["goodput"] is not None else "no step is known"
+    given, nodes = spent["given_back"], counted(spent["given_back"]["nodes"], "node", "nodes")
+    back = f"{nodes}, for {counted(given['jobs'], 'job', 'jobs')}; it cost "
+    back += node_time(spent["return_node_s"])
     return (
         ("Goodput", share(spent["goodput"]), what),
         ("Lasted", took, "so far" if about["ended"] is None else ""),
         ("Node time", *spends),
+        *([("Given back", node_time(given["node_s"]), back)] if given["nodes"] else []),
         ("Step", number(about["step"]), of_total + left),
         ("Loss", number(about["loss"]), "the last that was reported"),
         ("Faults", *lost),

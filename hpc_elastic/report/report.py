@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from hpc_elastic.report.node_time import Account, NodeTime, Size
+from hpc_elastic.report.node_time import Account, GivenBack, NodeTime, Size
 from hpc_elastic.report.progress_log import TRAINING, Point
 from hpc_elastic.report.sentences import sentence
 from hpc_elastic.report.timeline import TimelineEntry
@@ -94,12 +94,16 @@ class Spent:
         queue_s: Seconds for which tasks waited for a node; not part of ``node_s``.
         by_kind: Node-seconds by kind: ``useful``, ``replayed``, ``checkpoint``, ``restore``,
             ``import``, ``rendezvous``, ``start``, ``idle``; they add up to ``node_s``.
+        given_back: What went back for jobs of others.
+        return_node_s: What these returns cost, in node-seconds; see `Change`.
     """
 
     goodput: float | None
     node_s: float
     queue_s: float
     by_kind: Mapping[str, float]
+    given_back: GivenBack = field(default_factory=GivenBack)
+    return_node_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -258,7 +262,7 @@ def report(
 ) -> Report:
     """Return the report of a run; ``kept`` are the checkpoints in its directories."""
     first_node_s, found = changes(timeline, spent.nodes)
-    by_kind = spent.seconds
+    by_kind, cost_s = spent.seconds, sum(c.node_s for c in found if c.cause == "given_back")
     announced: list[dict[str, Any]] = []
     for point in points:
         step = point.checkpoint
@@ -270,7 +274,7 @@ def report(
     slow = [sentence(entry) for entry in stragglers.values() if entry.facts.get("slow")]
     return Report(
         VERSION, made, about,
-        Spent(spent.goodput, spent.node_s, spent.queue_s, by_kind),
+        Spent(spent.goodput, spent.node_s, spent.queue_s, by_kind, spent.given_back, cost_s),
         spent.nodes,
         [{"task": task, "begin": i.begin, "end": i.end}
          for task, waited in spent.queued.items() for i in waited],

@@ -197,6 +197,19 @@ def test_a_requeue_is_two_attempts_and_a_wait():
     assert [(size.time, size.nodes) for size in found.sizes] == [(6, 1), (61, 0), (94, 1)]
 
 
+def test_what_went_back_for_jobs_of_others_and_until_the_tasks_had_nodes_again():
+    """Two nodes for one job; one of them is not back yet."""
+    left = {"reason": "asked", "how": "requeued"}
+    events = [
+        *ALONE, task(0, B),
+        told(60, "nodes_given_back", job="8", user="ada", needs=2, tasks=[A, B]),
+        told(62, "task_exited", **left), told(64, "task_exited", B, **left), task(90, attempt=1),
+    ]  # fmt: skip
+    found = account(events, [], now=100, running={A}, waiting={B}).given_back
+    assert (found.jobs, found.nodes, found.node_s) == (1, 2, 28 + 36)
+    assert account([*ALONE, told(62, "task_exited", **left)], [], now=100).given_back.nodes == 0
+
+
 def test_a_node_that_waits_beside_a_group_that_trains_is_idle():
     """Late nodes are taken in at the next checkpoint; until the group has formed anew they wait."""
     events = [

@@ -96,6 +96,23 @@ def test_a_change_costs_what_is_not_useful_until_the_next_one():
     assert [row["cause"] for row in by_cause([vars(lost)])] == ["node_lost"]
 
 
+def test_the_page_says_what_went_back_for_jobs_of_others_and_what_it_cost():
+    """A tile, where something did."""
+    given = [
+        event(13.0, "nodes_given_back", job="8", user="ada", needs=1, tasks=["7_1"],
+              hosts=["node1"]),
+        notice(13.1, 1, "asked"), stop(14.0, 1, "regroup", 20), left(14.1, 1, reason="asked"),
+        stopped(14.0, 0, 1, 20), group(15.0, 2, 0), trains(17.0, 0, 2, 20),
+    ]  # fmt: skip
+    found = reported([*LOST[:-5], *given], POINTS[:2])
+    assert (found.spent.given_back.jobs, found.spent.given_back.nodes) == (1, 1)
+    (lost,) = found.changes
+    assert found.spent.return_node_s == lost.node_s > 0.0
+    tile = next(tile for tile in tiles(found.to_json()) if tile[0] == "Given back")
+    assert "1 node, for 1 job; it cost" in tile[2]
+    assert not [tile for tile in tiles(reported().to_json()) if tile[0] == "Given back"]
+
+
 def test_nodes_that_come_are_no_fault():
     """They have a cost all the same."""
     grown = [

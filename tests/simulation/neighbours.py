@@ -79,11 +79,11 @@ MOST_IN_VAIN = 10
 """Times in an hour that a run gives a node back for jobs that do not start then."""
 
 
-DOUBTED_S = 700.0
+DOUBTED_S = 1300.0
 """What may be added to the wait of a job that could not start for five minutes; and of one of
 several nodes, where these are left one after the other, since the script saves only now and then:
 tasks of the run that wait may take the first ones meanwhile, and the job counts as misjudged."""
-MOST_FOR_OPEN = 3
+MOST_FOR_OPEN = 6
 """Times that a run gives nodes back for nothing for jobs that no hidden rule holds."""
 
 

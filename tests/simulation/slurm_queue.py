@@ -18,7 +18,7 @@ from hpc_elastic.site.neighbours import NICE, has_features
 from hpc_elastic.slurm.parsing import NodeKind, NodeNeeds, QueuedJob
 from simulation.world import World
 
-MAX_TESTED = 200
+MAX_TESTED = 50
 """Waiting jobs that backfill looks at (bf_max_job_test)."""
 
 
@@ -41,7 +41,7 @@ class Job:
     nice: int = 0
     hidden_until: float = 0.0
     on_start: Callable[[Job], None] | None = None
-    fits: Sequence[int] = ()
+    fits: Mapping[int, None] = field(default_factory=dict)
     """Nodes that it may have."""
     nodes: tuple[int, ...] = ()
     planned: tuple[int, ...] = ()
@@ -70,7 +70,7 @@ def decide(
     """Return what the main scheduler starts on idle nodes; it notes why the others wait."""
     left, found = sorted(free), list[tuple[Job, tuple[int, ...]]]()
     for job in jobs:
-        fits = set(job.fits)
+        fits = job.fits
         usable = [node for node in left if node in fits][: job.num_nodes]
         if len(usable) == job.num_nodes:
             found.append((job, tuple(usable)))
@@ -105,7 +105,7 @@ def plan(
             break
         if job.id == last:
             continue  # the element before it waits, as this one
-        fits, end = set(job.fits), now + job.limit_s
+        fits, end = job.fits, now + job.limit_s
         usable = [n for n in left if n in fits and reserved.get(n, math.inf) >= end]
         if len(usable) >= job.num_nodes:
             nodes = tuple(usable[: job.num_nodes])
@@ -156,7 +156,7 @@ class Cluster:
             for name in kind.partitions:
                 self.partitions.setdefault(name, []).append(number)
         self.free = set(range(len(self.kinds)))
-        self._fits: dict[tuple[object, ...], list[int]] = {}
+        self._fits: dict[tuple[object, ...], dict[int, None]] = {}
         self.world.after(self.backfill_s * self.world.rng.random(), None, self._backfill)
 
     # ---- what users do ------------------------------------------------------------------
@@ -166,14 +166,14 @@ class Cluster:
         needs = job.needs
         key = (job.partitions, needs.features, needs.required, needs.excluded)
         if key not in self._fits:
-            self._fits[key] = [
-                number
+            self._fits[key] = {
+                number: None
                 for number, kind in enumerate(self.kinds)
                 if not kind.partitions.isdisjoint(job.partitions)
                 and has_features(needs.features, kind.features)
                 and (not needs.required or self.names[number] in needs.required)
                 and self.names[number] not in needs.excluded
-            ]
+            }
         job.fits = self._fits[key]
         self.waiting.append(job)
         self._is_sorted = False

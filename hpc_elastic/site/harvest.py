@@ -14,7 +14,7 @@ from typing import Any
 from hpc_elastic._util import duration
 from hpc_elastic.config.parse import time_limit_s
 from hpc_elastic.config.schema import RunSettings, SlurmSettings
-from hpc_elastic.errors import ConfigError, SlurmCommandError
+from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.run.registry import user
 from hpc_elastic.slurm import parsing
 from hpc_elastic.slurm.client import SiteClient
@@ -83,18 +83,16 @@ def harvest_terms(launcher: SlurmSettings, site: HarvestSite) -> tuple[SlurmSett
 
 
 def give_way_terms(launcher: SlurmSettings, config: Mapping[str, str]) -> tuple[str, str | None]:
-    """Return what ``launcher.give_way`` is at a site, and what there is to say about it (pure).
-
-    Raises ConfigError if the site does not show the jobs of others.
-    """
-    given, hides = launcher.give_way, parsing.hides_jobs(config)
+    """Return what ``launcher.give_way`` is at a site, and what there is to say about it (pure)."""
+    given = launcher.give_way
+    if not parsing.hides_jobs(config):
+        what = "nodes beyond the minimum go back for waiting jobs"
+        return ("on", f"launcher.give_way=auto: {what}") if given == "auto" else (given, None)
     why = "the site hides the jobs of other users (PrivateData)"
-    if hides and given in ("on", "all"):
-        raise ConfigError("launcher.give_way", given, f"{why}: leave this key out")
-    if given != "auto":
-        return given, None
-    what = f"no effect, {why}" if hides else "nodes beyond the minimum go back for waiting jobs"
-    return "off" if hides else "on", f"launcher.give_way=auto: {what}"
+    if given == "auto":
+        return "off", f"launcher.give_way=auto: no effect, {why}"
+    what = "no node goes back before its time limit, and waiting tasks stand behind all other jobs"
+    return given, f"launcher.give_way={given}: {why}: {what}"
 
 
 def choose_terms(

@@ -324,6 +324,7 @@ class Neighbours:
         self._nodes: Mapping[str, NodeKind] = {}
         self._next_check = self._next_nodes = 0.0
         self._written = ""
+        self._config: Mapping[str, str] | None = None
 
     def check(self, returnable: Sequence[tuple[str, str]]) -> list[NodeReturn]:
         """Return what is to be given back; nothing if the last check was too recent."""
@@ -337,12 +338,16 @@ class Neighbours:
             self._done.update(new)
         if not returnable:
             return []
+        if self._config is None:
+            self._config = self._client.config()
+        if parsing.hides_jobs(self._config):
+            return []
         jobs, own = self._client.jobs_with_needs(), {*self._own(), *jobs_of(self._spec)}
         if not self._rule.waiting(jobs, own):
             return []
         if now >= self._next_nodes:
             if not self._nodes:
-                interval_s = parsing.backfill_interval_s(self._client.config())
+                interval_s = parsing.backfill_interval_s(self._config)
                 self._rule.patience_s = 2 * interval_s + CHECK_S
                 self._restore()
             found = self._client.nodes()

@@ -7,7 +7,6 @@ from itertools import pairwise
 import pytest
 
 from hpc_elastic.config.schema import SlurmSettings
-from hpc_elastic.errors import ConfigError
 from hpc_elastic.site.harvest import give_way_terms
 from hpc_elastic.site.neighbours import NICE, GiveWay, has_features
 from hpc_elastic.slurm import parsing
@@ -257,12 +256,13 @@ def test_features_are_understood_as_far_as_they_are_names():
 
 
 @pytest.mark.parametrize("given_way", ["on", "all"])
-def test_a_site_that_hides_jobs_refuses(given_way):
-    """``auto`` says that it has no effect."""
-    hidden = {"PrivateData": "jobs,usage"}
-    with pytest.raises(ConfigError, match="hides the jobs of other users"):
-        give_way_terms(SlurmSettings(give_way=given_way), hidden)
-    assert give_way_terms(SlurmSettings(give_way=given_way), {}) == (given_way, None)
+def test_where_jobs_are_hidden_the_tasks_only_stand_behind_others(given_way):
+    """It says so once, at submission."""
+    settings = SlurmSettings(give_way=given_way)
+    chosen, said = give_way_terms(settings, {"PrivateData": "jobs,usage"})
+    assert chosen == given_way and "hides the jobs of other users" in said
+    assert "no node goes back before its time limit" in said
+    assert give_way_terms(settings, {}) == (given_way, None)
 
 
 def test_auto_is_what_the_site_allows():

@@ -330,7 +330,8 @@ def test_command_lines_are_taken(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(options, "find_run", lambda name, **_: tmp_path)
     monkeypatch.setenv("USER", "ada")
-    (tmp_path / "torch.sif").touch()
+    for name in ("torch.sif", "train.py"):
+        (tmp_path / name).touch()
     for block in CONSOLE:
         lines = typed_lines(block.text) if "$ " in block.text else block.text.splitlines()
         for line in lines if block.page == page else ():

@@ -373,7 +373,7 @@ OUTPUT = {
     "text": (
         "docs/reference/api/",
         *("docs/reference/cli.md", "docs/howto/streams.md", "docs/howto/cluster-admins.md"),
-        "docs/tutorial/6-week.md",
+        *("docs/tutorial/6-week.md", "docs/explanation/levels.md"),
     ),
     "diff": (
         *("README.md", "docs/howto/convert.md"),

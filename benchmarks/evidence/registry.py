@@ -97,6 +97,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
               repeats=False),
     Benchmark("shared-nodes", "shared_nodes.py", "--seeds 3 --hours 3", "--seeds 1 --hours 0.2", 15,
               repeats=False),
+    Benchmark("give-way", "give_way.py", "--repeats 3", "--sizes 16 --repeats 1", 5),
     Benchmark("simulate-ft", "simulate.py", "--ft --schedules 50000", "--schedules 500", 10,
               repeats=False),
 )  # fmt: skip

@@ -188,6 +188,8 @@ def _why_not_exact(loader: Any) -> str | None:
         return f"the train data is a {kind.__name__}, and not one DataLoader"
     if isinstance(loader.dataset, IterableDataset):
         return f"the loop draws from an IterableDataset ({type(loader.dataset).__name__})"
+    if loader.batch_size is None:
+        return "its order is that of a batch_sampler of the script's own"
     sampler = loader.sampler
     for what in (loader.batch_sampler, sampler):
         known = (BatchSampler, RandomSampler, SequentialSampler, DistributedSampler)

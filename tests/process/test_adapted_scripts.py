@@ -145,6 +145,7 @@ def test_a_restart_with_a_mistake_would_be_seen(worker, saves, monkeypatch, tmp_
 INEXACT = {
     "stream": ({}, "draws from an IterableDataset (Stream)"),
     "weighted": ({}, "its order is that of a WeightedRandomSampler"),
+    "batches": ({}, "its order is that of a batch_sampler"),
     "map": ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2: leave it at 1"),
 }
 

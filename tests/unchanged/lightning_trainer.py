@@ -8,7 +8,14 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 SIZE, BATCH, EPOCHS = 73, 5, 6
 
@@ -60,6 +67,9 @@ class Lines(pl.LightningDataModule):
         if self.shape == "weighted":
             weights = WeightedRandomSampler([1.0] * SIZE, SIZE)
             return DataLoader(self.data, batch_size=BATCH, sampler=weights)
+        if self.shape == "batches":
+            batches = BatchSampler(RandomSampler(self.data), BATCH, drop_last=False)
+            return DataLoader(self.data, batch_sampler=batches)
         return DataLoader(self.data, batch_size=BATCH, shuffle=True)
 
     def val_dataloader(self):

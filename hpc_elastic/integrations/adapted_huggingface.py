@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,10 @@ from transformers import Trainer, TrainingArguments
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.integrations import adapt
 from hpc_elastic.integrations.huggingface import (
-    MARK,
     ElasticTraining,
+    mark_of,
     newest_checkpoint,
     own_run,
-    trainer_part,
 )
 
 _NAME = "Hugging Face Trainer"
@@ -61,8 +59,8 @@ def install() -> None:
 def _global_batch(args: TrainingArguments) -> int:
     """Return the batch of this run: that of its checkpoints, or else of the fewest workers."""
     newest = newest_checkpoint(args.output_dir)
-    if newest is not None and trainer_part(Path(newest)).get("run") == own_run():
-        return int(json.loads((Path(newest) / MARK).read_text())["global_batch"])
+    if newest is not None and (mark := mark_of(Path(newest)))["trainer"].get("run") == own_run():
+        return int(mark["global_batch"])
     of_worker = args.per_device_train_batch_size * args.gradient_accumulation_steps
     return adapt.global_batch(of_worker)
 

@@ -259,7 +259,7 @@ class ElasticTraining(_Base):
         self.add_callback(self._saving)  # the last one: it sees what the others decide
         self._ignore_keys_for_eval = ignore_keys_for_eval
         found = _starting_point(folder, resume_from_checkpoint)
-        self._mark = json.loads((found / MARK).read_text()) if found else {}
+        self._mark = mark_of(found) if found else {}
         result = super().train(str(found) if found else False, None, ignore_keys_for_eval, **kwargs)
         _trained.add(folder)
         return result
@@ -443,7 +443,7 @@ class ElasticTraining(_Base):
         extra = {
             path
             for path in complete
-            if not self._keeps_extra and trainer_part(path).get("is_extra")
+            if not self._keeps_extra and mark_of(path)["trainer"].get("is_extra")
         }
         kept = {*complete[-1:], *[path for path in complete if path not in extra][-limit:]}
         for path in folder.glob("checkpoint-*") if limit else extra - kept:
@@ -596,10 +596,10 @@ def _barrier() -> None:
         dist.barrier()
 
 
-def trainer_part(checkpoint: Path) -> dict[str, Any]:
-    """Return the Trainer's part of a complete checkpoint's mark."""
-    found: dict[str, Any] = json.loads((checkpoint / MARK).read_text()).get("trainer", {})
-    return found
+def mark_of(checkpoint: Path) -> dict[str, Any]:
+    """Return the mark of a complete checkpoint: the loader's position, and the Trainer's part."""
+    found: dict[str, Any] = json.loads((checkpoint / MARK).read_text())
+    return {"trainer": {}, **found}
 
 
 def own_run() -> str | None:
@@ -631,7 +631,7 @@ def _starting_point(folder: Path, given: Any) -> Path | None:
     path = Path(given).resolve() if isinstance(given, (str, Path)) else None
     is_restart = False
     if newest is not None and run is not None:
-        is_restart = trainer_part(newest).get("run") == run
+        is_restart = mark_of(newest)["trainer"].get("run") == run
     if path is None and (given is not False or is_restart):
         return newest
     if path is None:

@@ -14,7 +14,7 @@ import numpy as np
 from evidence.result import Column, Figure, Result, Table, Target
 from evidence.show import about, options, present
 
-from hpc_elastic.site.forecast import Claim, RunTimes, StartTimes, play_queue, sample_starts
+from hpc_elastic.site.forecast import Demand, RunTimes, StartTimes, play_queue, sample_starts
 from hpc_elastic.slurm.parsing import JobRun, QueuedJob
 
 DAY_S, NEAR_S, LEAST, MOST, NUM_FREE = 86_400.0, 60.0, 75.0, 85.0, 256
@@ -57,16 +57,16 @@ def forecast(
         if not has_ended and (has_begun or (own is not None and i <= own)):
             (running if has_begun else waiting).append(i)
             real += [runs_s] if has_begun else []
-    runs, claims = RunTimes(listed, "log", now), list[Claim]()
+    runs, demands = RunTimes(listed, "log", now), list[Demand]()
     for i in (*running, *waiting):
         survival = runs.survival_of(QueuedJob("", limit_s=jobs[i][2], job=str(i)))
-        claims.append(Claim(*jobs[i][1:3], survival, begins[i] if begins[i] <= now else None))
+        demands.append(Demand(*jobs[i][1:3], survival, begins[i] if begins[i] <= now else None))
     if own is None:
-        nodes, claims = sum(c.nodes for c in claims), [*claims, Claim(nodes, 1.0)]
-    last = len(claims) - 1
-    plan = play_queue(nodes, claims, [claim.limit_s for claim in claims], now, last)[last]
-    begin = begins[own] if own else play_queue(nodes, claims, [*real, 1.0], now, last)[last]
-    drawn = StartTimes.of(starts[0] for starts in sample_starts(nodes, claims, [last], now))
+        nodes, demands = sum(c.nodes for c in demands), [*demands, Demand(nodes, 1.0)]
+    last = len(demands) - 1
+    plan = play_queue(nodes, demands, [demand.limit_s for demand in demands], now, last)[last]
+    begin = begins[own] if own else play_queue(nodes, demands, [*real, 1.0], now, last)[last]
+    drawn = StartTimes.of(starts[0] for starts in sample_starts(nodes, demands, [last], now))
     return tuple(at - now for at in (begin, plan, drawn.p10, drawn.p50, drawn.p90))
 
 
@@ -92,8 +92,11 @@ def main() -> None:
     found = {} if given.hour is None else read_hour(given.hour)
     for path, _, nodes in (log.rpartition(":") for log in given.logs):
         jobs = read(Path(path))
-        claims, runs_s = [Claim(*job[1:3], not_before=job[0]) for job in jobs], [j[3] for j in jobs]
-        begins = play_queue(int(nodes), claims, runs_s, jobs[0][0], len(jobs) - 1)
+        demands, runs_s = (
+            [Demand(*job[1:3], not_before=job[0]) for job in jobs],
+            [j[3] for j in jobs],
+        )
+        begins = play_queue(int(nodes), demands, runs_s, jobs[0][0], len(jobs) - 1)
         late = [i for i in range(len(jobs) // 10, len(jobs)) if begins[i] > jobs[i][0] + NEAR_S]
         chosen = rng.sample(late, min(len(late), given.number))
         of_log = (forecast(jobs, begins, jobs[i][0] + 1, i, int(nodes)) for i in chosen)

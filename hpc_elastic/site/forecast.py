@@ -133,7 +133,7 @@ class RunTimes:
 
 
 @dataclass(frozen=True)
-class Claim:
+class Demand:
     """What a job or a reservation wants of some nodes, or has.
 
     It has them from ``began_at`` on, which may be ahead; else it waits, for a gap of ``least_s``,
@@ -150,28 +150,28 @@ class Claim:
 
 def play_queue(
     num_nodes: int,
-    claims: Sequence[Claim],
+    demands: Sequence[Demand],
     runs_s: Sequence[float],
     now: float,
     until: int,
     *,
     coarse: float = 0.0,
 ) -> list[float]:
-    """Return when each claim begins, infinite if that is unknown, until a waiting one has begun.
+    """Return when each demand begins, infinite if that is unknown, until a waiting one has begun.
 
     Those that wait are in the order of priority. ``runs_s`` is how long each one holds its nodes.
     ``coarse`` is the part of the time from ``now`` on that passes are apart, at least `_PASS_S`.
     """
     first = now
-    begins = [math.inf if c.began_at is None else c.began_at for c in claims]
-    later = sorted((-c.not_before, -i) for i, c in enumerate(claims) if c.began_at is None)
+    begins = [math.inf if c.began_at is None else c.began_at for c in demands]
+    later = sorted((-c.not_before, -i) for i, c in enumerate(demands) if c.began_at is None)
     queue = list[int]()
-    held = [(max(now, begins[i] + runs_s[i]), i) for i in range(len(claims)) if begins[i] < now]
+    held = [(max(now, begins[i] + runs_s[i]), i) for i in range(len(demands)) if begins[i] < now]
     heapq.heapify(held)
-    limits = sorted((begins[i] + claims[i].limit_s, i) for _, i in held)
+    limits = sorted((begins[i] + demands[i].limit_s, i) for _, i in held)
     ends = {i: at for at, i in limits}
-    ahead = [i for i in range(len(claims)) if now <= begins[i] < math.inf]
-    free = num_nodes - sum(claims[i].nodes for _, i in held)
+    ahead = [i for i in range(len(demands)) if now <= begins[i] < math.inf]
+    free = num_nodes - sum(demands[i].nodes for _, i in held)
 
     def hold(i: int, at: float, limit_s: float) -> None:
         begins[i], ends[i] = at, at + limit_s
@@ -181,33 +181,33 @@ def play_queue(
     while begins[until] == math.inf:
         while held and held[0][0] <= now:
             _, i = heapq.heappop(held)
-            free += claims[i].nodes
+            free += demands[i].nodes
             del limits[bisect_left(limits, (ends[i], i))]
         while later and -later[-1][0] <= now:
             insort(queue, -later.pop()[1])
         for i in [i for i in ahead if begins[i] <= now]:
             ahead.remove(i)
-            free -= claims[i].nodes
-            hold(i, begins[i], claims[i].limit_s)
+            free -= demands[i].nodes
+            hold(i, begins[i], demands[i].limit_s)
         passed = queue[:MOST_WAITING]
-        if free > 0 and any(claims[i].nodes <= free for i in passed):
-            profile = _Profile(now, free, [(at, claims[i].nodes) for at, i in limits])
+        if free > 0 and any(demands[i].nodes <= free for i in passed):
+            profile = _Profile(now, free, [(at, demands[i].nodes) for at, i in limits])
             for i in ahead:
-                profile.take_nodes(begins[i], claims[i].limit_s, claims[i].nodes)
+                profile.take_nodes(begins[i], demands[i].limit_s, demands[i].nodes)
             num_plans = 0
             for i in passed:
-                claim = claims[i]
-                least_s = min(claim.limit_s, claim.least_s)
-                if profile.gap_now(claim.nodes) < least_s and num_plans >= _MOST_PLANS:
+                demand = demands[i]
+                least_s = min(demand.limit_s, demand.least_s)
+                if profile.gap_now(demand.nodes) < least_s and num_plans >= _MOST_PLANS:
                     continue
-                begin, gap_s = profile.first_gap(claim.nodes, least_s)
+                begin, gap_s = profile.first_gap(demand.nodes, least_s)
                 if begin == now:
-                    free -= claim.nodes
-                    hold(i, now, min(claim.limit_s, gap_s))
+                    free -= demand.nodes
+                    hold(i, now, min(demand.limit_s, gap_s))
                     if free <= 0:
                         break
                 num_plans += begin > now
-                profile.take_nodes(begin, min(claim.limit_s, gap_s), claim.nodes)
+                profile.take_nodes(begin, min(demand.limit_s, gap_s), demand.nodes)
             queue = [i for i in queue if begins[i] == math.inf]
         events = [begins[i] for i in ahead]
         events += [*(end for end, _ in held[:1]), *(-begin for begin, _ in later[-1:])]
@@ -275,26 +275,26 @@ class StartTimes:
 
 
 def sample_starts(
-    num_nodes: int, claims: Sequence[Claim], own: Sequence[int], now: float
+    num_nodes: int, demands: Sequence[Demand], own: Sequence[int], now: float
 ) -> list[list[float]]:
-    """Return when the ``own`` of some claims begin, in order of time, for each draw.
+    """Return when the ``own`` of some demands begin, in order of time, for each draw.
 
     Claims with the same `Survival` are drawn alike.
     """
-    kinds = dict.fromkeys(id(claim.survival) for claim in claims)
+    kinds = dict.fromkeys(id(demand.survival) for demand in demands)
     kin = {kind: _normals(-number - 1) for number, kind in enumerate(kinds)}
     found: list[list[float]] = []
-    singles = [_normals(number) for number in range(len(claims))]
-    for draw in range(0, NUM_DRAWS, 1 + min(4, len(claims) // _MANY)):
+    singles = [_normals(number) for number in range(len(demands))]
+    for draw in range(0, NUM_DRAWS, 1 + min(4, len(demands) // _MANY)):
         runs_s = list[float]()
-        for claim, single in zip(claims, singles, strict=True):
-            share, used_s = 1.0, max(0.0, now - (claim.began_at or now))
-            if claim.survival is not None:
-                like, common = claim.survival.likeness, kin[id(claim.survival)][draw]
+        for demand, single in zip(demands, singles, strict=True):
+            share, used_s = 1.0, max(0.0, now - (demand.began_at or now))
+            if demand.survival is not None:
+                like, common = demand.survival.likeness, kin[id(demand.survival)][draw]
                 z = like * common + math.sqrt(1.0 - like**2) * single[draw]
-                share = claim.survival.quantile(_NORMAL.cdf(z), used_s / claim.limit_s)
-            runs_s.append(share * claim.limit_s)
-        begins = play_queue(num_nodes, claims, runs_s, now, own[-1], coarse=_COARSE)
+                share = demand.survival.quantile(_NORMAL.cdf(z), used_s / demand.limit_s)
+            runs_s.append(share * demand.limit_s)
+        begins = play_queue(num_nodes, demands, runs_s, now, own[-1], coarse=_COARSE)
         found.append(sorted(begins[i] for i in own))
     return found
 

@@ -40,7 +40,7 @@ from hpc_elastic.run.directory import RunSpec
 from hpc_elastic.site.forecast import (
     LEAST_ENDED,
     MOST_WAITING,
-    Claim,
+    Demand,
     RunTimes,
     StartTimes,
     sample_starts,
@@ -408,12 +408,12 @@ def learned_starts(
     number = 1 if coallocated else min(len(nodes), sizes[-1])
     if runs.num_ended < LEAST_ENDED or not number:
         return {}
-    task = Claim(sizes[0] if coallocated else 1, terms.limit_s, least_s=terms.gap_s or math.inf)
+    task = Demand(sizes[0] if coallocated else 1, terms.limit_s, least_s=terms.gap_s or math.inf)
     last: dict[str, QueuedJob] = {}  # of each node the job whose limit ends last
     for job in sorted(jobs, key=lambda job: job.ends_at or 0.0):
         if not job.waits and job.state != "COMPLETING" and job.ends_at:
             last |= dict.fromkeys(nodes.intersection(job.nodes), job)
-    claims: list[Claim] = []
+    demands: list[Demand] = []
     places: list[int] = []
     for job in sorted(jobs, key=lambda job: (job.state == "PENDING", -job.priority)):
         here = nodes.intersection(job.nodes)
@@ -422,28 +422,28 @@ def learned_starts(
             here = {name for name in here if last.get(name) is job}
             began_at = (job.ends_at or now) - limit_s
             survival = None if job.job in own else survival
-            claims += [Claim(len(here), limit_s, survival, began_at)] if here else []
+            demands += [Demand(len(here), limit_s, survival, began_at)] if here else []
             continue
         if job.state == RESERVED:
             begins_at = max(now, job.starts_at or now)
-            claims += [Claim(len(here), limit_s, None, begins_at)] if here else []
+            demands += [Demand(len(here), limit_s, None, begins_at)] if here else []
             continue
         starts_at = job.starts_at if job.reason == "BeginTime" else None
         if starts_at is None and not (here or job.reason in AHEAD):
             continue  # it waits for something else than nodes
         if job.job in own:
-            claim, most = task, number - len(places)
+            demand, most = task, number - len(places)
         else:
             is_other = set(partitions).isdisjoint(job.partitions)
             size = len(here) if is_other else min(job.num_nodes, len(nodes))
-            claim, most = Claim(size, limit_s, survival), MOST_WAITING if size else 0
-        more = [replace(claim, not_before=starts_at or now)] * min(job.num_tasks, most)
-        places += range(len(claims), len(claims) + len(more)) if job.job in own else ()
-        claims += more
+            demand, most = Demand(size, limit_s, survival), MOST_WAITING if size else 0
+        more = [replace(demand, not_before=starts_at or now)] * min(job.num_tasks, most)
+        places += range(len(demands), len(demands) + len(more)) if job.job in own else ()
+        demands += more
     if not places:
-        places += range(len(claims), len(claims) + number)
-        claims += [task] * number
-    draws = sample_starts(len(nodes), claims, places, now)
+        places += range(len(demands), len(demands) + number)
+        demands += [task] * number
+    draws = sample_starts(len(nodes), demands, places, now)
     size_of = {sizes[0]: 0} if coallocated else {n: n - 1 for n in sizes if n <= len(places)}
     times = {n: StartTimes.of(draw[i] for draw in draws) for n, i in size_of.items()}
     return {n: start for n, start in times.items() if start.p90 - now < FAR_S}

@@ -59,7 +59,8 @@ def test_a_start_is_forecast_from_jobs_that_ended_long_before_their_limits(slurm
     ended = ["squeue", "-h", "-t", "CD", "-o", "%A", "-p", "low"]
     eventually(lambda: len(slurm.run(ended).stdout.split()) >= 6, "jobs have ended")
     long = sbatch(slurm, f"-N{len(slurm.nodes)}", "-t", "30", "-p", "low")
-    eventually(lambda: "20" in start_of(slurm, long), "a job has all nodes")
+    state = ["squeue", "-h", "-j", long, "-o", "%T"]
+    eventually(lambda: "RUNNING" in slurm.run(state).stdout, "a job has all nodes")
     run = sweep("nodes=1:2", "launcher.time=20", "launcher.partition=low")
     queued = ["squeue", "-h", "-t", "PD", "-o", "%r", "-p", "low"]
     eventually(lambda: "Resources" in slurm.run(queued).stdout, "its tasks wait")

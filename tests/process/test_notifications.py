@@ -1,5 +1,6 @@
 """Messages of local runs to a command and a webhook (``launcher.notify``)."""
 
+import contextlib
 import json
 import os
 import textwrap
@@ -175,12 +176,10 @@ def test_a_webhook_that_answers_byte_by_byte_is_given_up(tmp_path, monkeypatch):
 
     def drip() -> None:
         peer, _ = server.accept()
-        for byte in b"HTTP/1.1 200 OK\r\n" * 100:
-            try:
+        with peer, contextlib.suppress(OSError):
+            for byte in b"HTTP/1.1 200 OK\r\n" * 100:
                 peer.send(bytes([byte]))
-            except OSError:
-                return
-            threading.Event().wait(0.2)
+                threading.Event().wait(0.2)
 
     threading.Thread(target=drip, daemon=True).start()
     hook = f"http://127.0.0.1:{server.getsockname()[1]}/x"

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_elastic.site.forecast import Claim, RunTimes, StartTimes, Survival, play_queue
+from hpc_elastic.site.forecast import Demand, RunTimes, StartTimes, Survival, play_queue
 from hpc_elastic.site.gaps import TaskTerms, learned_starts, outlook
 from hpc_elastic.slurm.parsing import RESERVED, JobRun, QueuedJob, parse_runs
 
 NOW, HOUR = 1_900_000_000.0, 3600.0
 
 
-def begins(num_nodes, claims, runs_s, **more):
-    """When each claim of a queue begins, in seconds from now."""
-    found = play_queue(num_nodes, claims, runs_s, NOW, len(claims) - 1, **more)
+def begins(num_nodes, demands, runs_s, **more):
+    """When each demand of a queue begins, in seconds from now."""
+    found = play_queue(num_nodes, demands, runs_s, NOW, len(demands) - 1, **more)
     return [at - NOW for at in found]
 
 
@@ -69,21 +69,21 @@ def test_jobs_of_the_same_user_and_limit_count_most():
 
 def test_a_queue_is_played_as_backfill_plans_it():
     """A job that is blocked keeps its plan by limits; one behind it starts where it fits."""
-    held = Claim(3, HOUR, began_at=NOW - 60)
-    large, small, long = Claim(4, HOUR), Claim(1, HOUR / 2), Claim(1, 2 * HOUR)
+    held = Demand(3, HOUR, began_at=NOW - 60)
+    large, small, long = Demand(4, HOUR), Demand(1, HOUR / 2), Demand(1, 2 * HOUR)
     found = begins(4, [held, large, small, long], [600.0, 300.0, HOUR / 2, HOUR])
     assert found[1:] == [HOUR / 2, 0.0, HOUR / 2 + 300]
     gap = replace(long, least_s=600.0)
     assert begins(4, [held, large, gap], [600.0, 300.0, 2 * HOUR])[2] == 0.0
-    assert begins(4, [held, Claim(5, HOUR), long], [600.0, 1.0, 1.0])[2] == 0.0
-    assert begins(1, [held, Claim(9, HOUR)], [600.0, 1.0])[1] == math.inf
+    assert begins(4, [held, Demand(5, HOUR), long], [600.0, 1.0, 1.0])[2] == 0.0
+    assert begins(1, [held, Demand(9, HOUR)], [600.0, 1.0])[1] == math.inf
 
 
 def test_a_reservation_ahead_keeps_long_tasks_away():
     """A task without a time limit starts behind a maintenance, one that fits before it."""
-    maintenance = Claim(2, HOUR, began_at=NOW + HOUR)
+    maintenance = Demand(2, HOUR, began_at=NOW + HOUR)
     for limit_s, at in ((HOUR, 0.0), (1.5 * HOUR, 2 * HOUR), (math.inf, 2 * HOUR)):
-        assert begins(2, [maintenance, Claim(1, limit_s)], [HOUR, 60.0])[1] == at
+        assert begins(2, [maintenance, Demand(1, limit_s)], [HOUR, 60.0])[1] == at
 
 
 def test_the_same_input_gives_the_same_quantiles_and_more_of_the_cluster_gives_later_ones():

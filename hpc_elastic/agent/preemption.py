@@ -282,9 +282,10 @@ class TimeLimitSource:
 class PreemptionWatcher:
     """Turns signals and the approaching end of the wall time into notices, on a thread.
 
-    It may query Slurm, which can take seconds; nothing of the training waits for it.
-    ``notice_command`` runs on a thread of its own. ``report`` gets, once, why that fails; ``avoid``
-    the seconds within which the node goes, before the notice.
+    It may query Slurm, which can take seconds: nothing of the training waits for it, nor does the
+    notice of the time limit, which comes as it was planned. ``notice_command`` runs on a thread of
+    its own. ``report`` gets, once, why that fails; ``avoid`` the seconds within which the node
+    goes, before the notice.
     """
 
     def __init__(
@@ -311,6 +312,8 @@ class PreemptionWatcher:
             self._plan(self._started_at + scheduler.known_left_s)
         else:
             self._ask_at = self._started_at + random.uniform(0.0, scheduler.first_spread_s)
+        self._lock = threading.RLock()
+        """Held to read or change when a query and the notice are due."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="notices", daemon=True)
 
@@ -381,25 +384,41 @@ class PreemptionWatcher:
         return of_time_limit(self._end, length_s, delay_s, departure_s)
 
     def _wait_s(self) -> float | None:
-        due = [at for at in (self._ask_at, self._planned and self._planned[0]) if at is not None]
+        with self._lock:
+            due = [
+                at for at in (self._ask_at, self._planned and self._planned[0]) if at is not None
+            ]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _check_clock(self) -> None:
-        """Query Slurm for the time that is left, or add the notice, where that is due."""
-        if self._ask_at is not None and time.monotonic() >= self._ask_at:
-            asked_at, self._ask_at = time.monotonic(), None
-            try:
-                left_s = self._scheduler.time_left_s()
-            except SlurmCommandError as e:
-                _log.warning("Slurm does not report how much time is left: %s", e)
+        """Have Slurm queried for the time that is left, and add the notice, where that is due."""
+        with self._lock:
+            if self._ask_at is not None and time.monotonic() >= self._ask_at:
+                self._ask_at = None
+                _in_background(self._ask)
+            if self._planned is not None and time.monotonic() >= self._planned[0]:
+                self._planned = self._notice_of_end(self._notices.departure_s)  # perhaps later
+                if time.monotonic() >= self._planned[0]:
+                    self._notices.add(self._planned[1])
+                    self._planned = None
+
+    def _ask(self) -> None:
+        """Query Slurm for the time that is left, and plan the notice."""
+        asked_at = time.monotonic()
+        try:
+            left_s = self._scheduler.time_left_s()
+        except SlurmCommandError as e:
+            _log.warning("Slurm does not report how much time is left: %s", e)
+            with self._lock:
                 spread_s = random.uniform(0.0, self._scheduler.spread_s)
                 self._ask_at = asked_at + _ASK_SILENT_S + spread_s
-            else:
+        else:
+            with self._lock:
                 self._planned = None
                 if left_s is not None:
                     self._plan(asked_at + left_s)
-        if self._planned is not None and time.monotonic() >= self._planned[0]:
-            self._planned = self._notice_of_end(self._notices.departure_s)  # perhaps later
-            if time.monotonic() >= self._planned[0]:
-                self._notices.add(self._planned[1])
-                self._planned = None
+        self._caught.wake()
+
+
+def _in_background(call: Callable[[], None]) -> None:
+    threading.Thread(target=call, daemon=True).start()

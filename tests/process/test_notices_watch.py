@@ -98,6 +98,7 @@ def watch_of(tmp_path, monkeypatch):
     """Return a function that makes a watch whose clock a test sets, and its notices."""
     clock = {"now": 0.0}
     monkeypatch.setattr("hpc_elastic.agent.preemption.time.monotonic", lambda: clock["now"])
+    monkeypatch.setattr(preemption, "_in_background", lambda call: call())
 
     def make(left: list[float | Exception | None], **fields):
         def time_left_s() -> float | None:
@@ -145,6 +146,20 @@ def test_what_slurm_told_at_the_start_is_believed_until_then(watch_of):
     assert watch._wait_s() == 1000 - 100 - 2
     at(watch, clock, 898.0)
     assert notices.current is not None
+
+
+def test_a_query_that_hangs_delays_no_notice(watch_of, monkeypatch):
+    """The one shortly before the notice; its answer, once it comes, plans no second one."""
+    watch, notices, clock = watch_of([2000.0], known_left_s=1000.0)
+    hangs: list = []
+    monkeypatch.setattr(preemption, "_in_background", hangs.append)
+    assert at(watch, clock, 898.0) == pytest.approx(2.0)
+    at(watch, clock, 900.0)
+    notice = notices.current
+    assert notice == PreemptionNotice(Reason.TIME_LIMIT, 1000 - 5, given_s=100.0)
+    hangs[0]()
+    at(watch, clock, 5000.0)
+    assert notices.current == notice
 
 
 def test_a_silent_slurm_is_asked_again(watch_of):

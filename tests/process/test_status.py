@@ -185,7 +185,9 @@ def watch(run: Run) -> subprocess.Popen[str]:
     """Watch it without a terminal, in lines: once to leave by Ctrl-C, without a word, and again."""
     argv = [sys.executable, "-m", "hpc_elastic", "status", str(run.path), "--watch", "--every=0.2"]
     left = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert left.stdout is not None and "training" in left.stdout.readline()
+    assert left.stdout is not None
+    line = left.stdout.readline()
+    assert "training" in line, line + left.communicate(timeout=PATIENCE_S)[1]
     left.send_signal(signal.SIGINT)
     said = left.communicate(timeout=PATIENCE_S)[1]
     assert said.strip() == "" and left.returncode == 130

@@ -17,6 +17,7 @@ from hpc_elastic._util import duration
 from hpc_elastic.cli import status
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.status import NextStart, clock, line, listed, number, page, span, sparkline
+from hpc_elastic.config.resolve import resolve
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.report.details import read_details
 from hpc_elastic.report.run_view import read_view
@@ -199,6 +200,13 @@ def test_the_next_start_is_learned_from_jobs_that_ended(tmp_path):
     found = next_start(run.load(), planned, client)
     assert (found.at, found.learned) == (planned.at, None)
     assert found.learned_from == "by time limits: nothing is learned from 0 ended jobs (squeue)"
+
+
+def test_a_local_run_waits_for_no_job_of_slurm(tmp_path):
+    """Its launcher starts a lost node again at a time that it knows."""
+    local = resolve({"launcher": {"backend": "local"}})
+    expected = ExpectedStart(time.time() + 5)
+    assert next_start(replace(made(tmp_path).load(), settings=local), expected) is expected
 
 
 @pytest.mark.parametrize(

@@ -395,14 +395,14 @@ class PreemptionWatcher:
         with self._lock:
             if self._ask_at is not None and time.monotonic() >= self._ask_at:
                 self._ask_at = None
-                _in_background(self._ask)
+                _in_background(self._query_limit)
             if self._planned is not None and time.monotonic() >= self._planned[0]:
                 self._planned = self._notice_of_end(self._notices.departure_s)  # perhaps later
                 if time.monotonic() >= self._planned[0]:
                     self._notices.add(self._planned[1])
                     self._planned = None
 
-    def _ask(self) -> None:
+    def _query_limit(self) -> None:
         """Query Slurm for the time that is left, and plan the notice."""
         asked_at = time.monotonic()
         try:

@@ -69,6 +69,29 @@ def run(
     return subprocess.CompletedProcess(argv, process.returncode, output, error_output)
 
 
+def run_shell(
+    command: str,
+    *,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    stdin: str | None = None,
+) -> tuple[int | None, str, str]:
+    """Run a user's shell command, as `run`; return exit code, output, and what is wrong in words.
+
+    The exit code is None if the command has not ended in time, or cannot be started.
+    """
+    import subprocess
+
+    try:
+        done = run(["/bin/sh", "-c", command], timeout_s=timeout_s, env=env, stdin=stdin)
+    except subprocess.TimeoutExpired:
+        return None, "", f"it has not ended after {timeout_s:g} s"
+    except OSError as e:
+        return None, "", f"it cannot be started: {e}"
+    last = done.stderr.strip().rpartition("\n")[2][-200:]
+    return done.returncode, done.stdout, f"exit code {done.returncode}: {last}"
+
+
 @contextlib.contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
     """Turn SIGTERM, and the SIGHUP of a lost terminal, into KeyboardInterrupt.

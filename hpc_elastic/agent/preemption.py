@@ -20,7 +20,6 @@ import logging
 import random
 import re
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -66,14 +65,14 @@ def of_signal(number: signal.Signals, pool: Pool, now: float) -> PreemptionNotic
 
 
 def of_command(
-    exit_code: int, output: str, signal_delay_s: float, now: float
+    exit_code: int | None, output: str, signal_delay_s: float, now: float
 ) -> PreemptionNotice | None:
     """Return what ``launcher.agent.notice_command`` means that ended now; None: nothing.
 
     Exit code 0 with output is a notice; its first word may be the number of seconds that are left.
     """
     words = output.split()
-    if exit_code or not words:
+    if exit_code != 0 or not words:
         return None
     is_number = re.fullmatch(r"\d{1,9}(\.\d+)?", words[0])
     return within(Reason.ASKED, float(words[0]) if is_number else signal_delay_s, now)
@@ -349,17 +348,9 @@ class PreemptionWatcher:
         """Run the command until it gives notice."""
         has_failed = False
         while not self._ended.is_set():
-            code, output, why = 1, "", ""
-            try:
-                done = _util.run(["/bin/sh", "-c", command], timeout_s=_COMMAND_S)
-                code, output = done.returncode, done.stdout
-                if code < 0 or code > 125:  # no answer of a command: killed, or not there
-                    why = f"exit code {code}: {done.stderr.strip()[-200:]}"
-            except subprocess.TimeoutExpired:
-                why = f"it has not ended after {_COMMAND_S:g} s"
-            except OSError as e:
-                why = str(e)
-            if why and not has_failed:
+            code, output, why = _util.run_shell(command, timeout_s=_COMMAND_S)
+            is_answer = code is not None and 0 <= code <= 125  # else it was killed, or is not there
+            if not (is_answer or has_failed):
                 has_failed = True
                 self._report(why)
             now, delay_s = time.monotonic(), self._pool.launcher.signal_delay_s

@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import socket
-import subprocess
 import threading
 import time
 import urllib.error
@@ -99,7 +98,11 @@ class Notifier:
         body = json.dumps({**facts, **about, **where, "sender": socket.gethostname()}, default=str)
         settings, whys = self.spec.settings.launcher.notify, list[str | None]()
         if settings.command is not None:
-            whys.append(_run_command(settings.command, body, settings.timeout_s))
+            env = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+            code, _, why = _util.run_shell(
+                settings.command, timeout_s=settings.timeout_s, env=env, stdin=body
+            )
+            whys.append(None if code == 0 else f"command: {why}")
         if settings.webhook is not None:
             late: list[str | None] = [f"webhook: no answer after {settings.timeout_s:g} s"]
             arguments = settings.webhook, body, settings.timeout_s
@@ -107,21 +110,8 @@ class Notifier:
             posting.start()  # a server may answer byte by byte
             posting.join(settings.timeout_s)
             whys.append(late[-1])
-        why = "; ".join(f"launcher.notify.{why}" for why in whys if why is not None)
-        self.note("notified", event=event, key=key, why=why or None)
-
-
-def _run_command(command: str, body: str, timeout_s: float) -> str | None:
-    """Let a command read a message; return why that has failed, None if it has not."""
-    env = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    try:
-        done = _util.run(["/bin/sh", "-c", command], timeout_s=timeout_s, env=env, stdin=body)
-    except subprocess.TimeoutExpired:
-        return f"command: it has not ended after {timeout_s:g} s"
-    except OSError as e:
-        return f"command: it cannot be started: {e}"
-    last = done.stderr.strip().rpartition("\n")[2][-200:]
-    return f"command: exit code {done.returncode}: {last}" if done.returncode else None
+        failed = "; ".join(f"launcher.notify.{why}" for why in whys if why is not None)
+        self.note("notified", event=event, key=key, why=failed or None)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -125,9 +125,11 @@ class NextStart:
 
     def added(self, details: RunDetails) -> RunDetails:
         """Return the details with what is known beside Slurm's plan for a task that waits."""
+        from hpc_elastic.slurm.job_state import WAITS_FOR_NODES
+
         view, expected, spec = details.view, details.next_node, details.view.spec
         reasons = {task.reason for task in (view.tasks or {}).values()}
-        waits_for_nodes = not reasons.isdisjoint(("Priority", "Resources"))
+        waits_for_nodes = not reasons.isdisjoint(WAITS_FOR_NODES)
         if expected is None or spec is None or not (waits_for_nodes or expected.at):
             return details
         if time.monotonic() - self._asked_at >= _GAP_S:

@@ -163,8 +163,10 @@ def play_queue(
     ``coarse`` is the part of the time from ``now`` on that passes are apart, at least `_PASS_S`.
     """
     first = now
-    begins = [math.inf if c.began_at is None else c.began_at for c in demands]
-    later = sorted((-c.not_before, -i) for i, c in enumerate(demands) if c.began_at is None)
+    begins = [math.inf if each.began_at is None else each.began_at for each in demands]
+    later = sorted(
+        (-each.not_before, -i) for i, each in enumerate(demands) if each.began_at is None
+    )
     queue = list[int]()
     held = [(max(now, begins[i] + runs_s[i]), i) for i in range(len(demands)) if begins[i] < now]
     heapq.heapify(held)
@@ -279,7 +281,7 @@ def sample_starts(
 ) -> list[list[float]]:
     """Return when the ``own`` of some demands begin, in order of time, for each draw.
 
-    Claims with the same `Survival` are drawn alike.
+    Demands with the same `Survival` are drawn alike.
     """
     kinds = dict.fromkeys(id(demand.survival) for demand in demands)
     kin = {kind: _normals(-number - 1) for number, kind in enumerate(kinds)}

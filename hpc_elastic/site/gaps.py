@@ -48,7 +48,7 @@ from hpc_elastic.site.forecast import (
 from hpc_elastic.site.nodes import NodeState
 from hpc_elastic.slurm import run_tasks
 from hpc_elastic.slurm.client import SiteClient
-from hpc_elastic.slurm.job_state import Phase, TaskState, remedy
+from hpc_elastic.slurm.job_state import WAITS_FOR_NODES, Phase, TaskState, remedy
 from hpc_elastic.slurm.nodelist import expand
 from hpc_elastic.slurm.parsing import RESERVED, Partition, QueuedJob, selected
 
@@ -63,8 +63,8 @@ NO_RESERVE_S = 60.0
 """How long a gap must be for tasks of a QOS with NoReserve, which backfill takes for jobs of a
 minute. They start with their whole time limit."""
 
-AHEAD = ("", "Priority", "Resources")
-"""Reasons of jobs that wait for nodes."""
+_AHEAD = ("", *WAITS_FOR_NODES)
+"""The same, and of jobs that Slurm has not looked at."""
 
 
 # ---- the nodes
@@ -183,7 +183,7 @@ def outlook(
             for node in job.nodes:
                 ends.setdefault(node, []).append(job.ends_at)
             continue
-        if job.reason in AHEAD and set(job.partitions) & set(partitions):
+        if job.reason in _AHEAD and set(job.partitions) & set(partitions):
             num_waiting += job.num_tasks
             # of an array, squeue has the plan of one element
             num_unplanned += job.num_tasks - (job.starts_at is not None)
@@ -429,7 +429,7 @@ def learned_starts(
             demands += [Demand(len(here), limit_s, None, begins_at)] if here else []
             continue
         starts_at = job.starts_at if job.reason == "BeginTime" else None
-        if starts_at is None and not (here or job.reason in AHEAD):
+        if starts_at is None and not (here or job.reason in _AHEAD):
             continue  # it waits for something else than nodes
         if job.job in own:
             demand, most = task, number - len(places)
@@ -540,12 +540,13 @@ def next_start(
     partitions, own = client.all_partitions(), set(run_tasks.jobs_of(spec))
     jobs = client.queue()
     ahead, now, starts = ahead_of(jobs, own), time.time(), list[float]()
+    no_reserve = no_reserve_qos([each for each in launchers if not each.time_min], client)
     for launcher in launchers:
         chosen = selected(partitions, launcher.partition)
         names = [partition.name for partition in chosen]
         listed = client.each_node(",".join(names) or launcher.partition)
         states, limit_s = without_excluded(listed, launcher), time_limit_of(launcher, chosen)
-        has_gaps = not launcher.time_min and launcher.qos in no_reserve_qos(launchers, client)
+        has_gaps = not launcher.time_min and launcher.qos in no_reserve
         gap_s = NO_RESERVE_S if has_gaps else time_limit_s(launcher.time_min or "")
         terms = TaskTerms(limit_s, gap_s)
         if launcher.time_min:

@@ -41,6 +41,7 @@ from hpc_elastic.shared_files import read_json, write_atomic
 from hpc_elastic.site.nodes import NodeState
 from hpc_elastic.slurm import parsing
 from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.job_state import WAITS_FOR_NODES
 from hpc_elastic.slurm.parsing import NodeKind, NodeNeeds, QueuedJob
 from hpc_elastic.slurm.run_tasks import jobs_of, slots_of
 
@@ -54,7 +55,6 @@ NODES_S = 60.0
 """Seconds between two queries of the nodes, while jobs of others wait."""
 _MOST = 500
 """Waiting jobs that are looked at, the first ones, as by backfill (bf_max_job_test)."""
-_WAITS_FOR_NODES = ("Priority", "Resources")
 _NEVER_LEFT_S = 900.0
 """A node that is not left after this time, since its workers make no checkpoint, counts as one that
 was given for nothing."""
@@ -190,7 +190,7 @@ class GiveWay:
             and job.job not in own
             and job.nice < NICE
             and job.priority > 0
-            and job.reason in _WAITS_FOR_NODES
+            and job.reason in WAITS_FOR_NODES
             and not (job.needs.is_reserved or job.needs.is_part)
         )
         return sorted(found, key=lambda job: -job.priority)

@@ -98,23 +98,27 @@ def list_reserved(
     the ends of the tasks' time, by node; all times in Unix seconds (pure).
     """
     found: dict[str, str] = {}
-    for each in reservations:
-        begin = each.starts_at
-        if (
-            begin is None
-            or "IGNORE_JOBS" not in each.reason
-            or not now < begin < now + _LEFT_AHEAD_S
-        ):
-            continue
+    for begin, each in _near(reservations, now):
         start = time.strftime("reserved from %H:%M", time.localtime(begin))
         found |= {node: start for node in each.nodes if ends.get(node, 0.0) > begin}
     return found
 
 
+def _near(reservations: Iterable[QueuedJob], now: float) -> list[tuple[float, QueuedJob]]:
+    """Return those before which nodes are left now, each with its start."""
+    return [
+        (each.starts_at, each)
+        for each in reservations
+        if each.starts_at is not None
+        and "IGNORE_JOBS" in each.reason
+        and now < each.starts_at < now + _LEFT_AHEAD_S
+    ]
+
+
 def query_reserved(client: SlurmClient, spec: RunSpec) -> dict[str, str]:
-    """Return the nodes of a run for `list_reserved`; its tasks are listed if one may be."""
+    """Return the nodes of a run for `list_reserved`; its tasks are listed if one is near."""
     now, reservations = time.time(), client.reservations()
-    if not any("IGNORE_JOBS" in each.reason for each in reservations):
+    if not _near(reservations, now):
         return {}
     tasks = client.tasks(jobs_of(spec)).values()
     left_s = ((t.node, math.inf if t.time_left_s is None else t.time_left_s) for t in tasks)

@@ -108,6 +108,10 @@ class TaskState:
 # job_state_reason.c). Source: https://slurm.schedmd.com/job_reason_codes.html
 
 
+WAITS_FOR_NODES = ("Priority", "Resources")
+"""Reasons of jobs that wait for nodes, once Slurm has looked at them."""
+
+
 class Wait(Enum):
     """What ends the wait of a task."""
 

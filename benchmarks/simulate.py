@@ -62,7 +62,7 @@ ABOUT_NEIGHBOURS = About(
     title="Runs that give way, in virtual time",
     measured="Random schedules of two to eight runs with `launcher.give_way`, the real decisions, "
     "beside jobs of others in a model of Slurm's scheduler: no job waits for nodes that may go "
-    "back, none goes back in vain without end, the minimum stays.",
+    "back, none again and again for a job that cannot start, and the minimum stays.",
     does_not_show=(
         *_DOES_NOT_SHOW,
         "Slurm: priorities, backfill and its plans are a model, of whole nodes.",
@@ -215,7 +215,7 @@ def of_neighbours(total: neighbours.Outcome) -> dict[str, float]:
         "jobs of others": total.jobs,
         "returns": total.releases,
         "nodes that went back": total.given,
-        "of these in vain": total.in_vain,
+        "of these, for a job that did not start": total.in_vain,
         "mean wait of others, s": round(total.waited_s / max(1, total.compared), 1),
         "the same without the runs, s": round(total.alone_s / max(1, total.compared), 1),
         "invariant checks": total.checks,

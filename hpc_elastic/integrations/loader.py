@@ -15,11 +15,12 @@ complete checkpoint.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 from hpc_elastic.data import ElasticSampler
 from hpc_elastic.data.batch import BatchDivision
@@ -119,8 +120,7 @@ _OPTIONS = (
 def elastic_copy(theirs: Any, sampler: ElasticSampler) -> ElasticLoader:
     """Return an elastic loader of the data of a DataLoader, with its options."""
     options = {name: getattr(theirs, name) for name in _OPTIONS}
-    loader_class: Any = sys.modules["torch.utils.data"].DataLoader
-    return ElasticLoader(loader_class(theirs.dataset, batch_sampler=sampler, **options))
+    return ElasticLoader(DataLoader(theirs.dataset, batch_sampler=sampler, **options))
 
 
 def sync_all(path: Path) -> None:

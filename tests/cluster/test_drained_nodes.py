@@ -7,22 +7,28 @@ from counting import counting
 from sweeps import eventually, hosts
 
 
+def two_train(sweep, folder):
+    """Start a run of one to two nodes; return it, and a host of it, once two make steps."""
+    run = counting(sweep, folder, "nodes=1:2")
+    eventually(lambda: run.sweep.group_sizes()[-1:] == [2], "two train")
+    eventually(lambda: run.sweep.events("first_step"), "they make steps")
+    return run, hosts(run.sweep)[-1]
+
+
+def is_replaced(run, host) -> bool:
+    """Whether two train on other nodes."""
+    return run.sweep.group_sizes()[-1] == 2 and host not in hosts(run.sweep)
+
+
 @pytest.mark.long
 def test_a_drained_node_is_left_at_a_checkpoint_and_replaced(slurm, sweep, tmp_path):
     """Its task starts on another node; no step is lost."""
-    run = counting(sweep, tmp_path / "run", "nodes=1:2")
-    eventually(lambda: run.sweep.group_sizes()[-1:] == [2], "two train")
-    eventually(lambda: run.sweep.events("first_step"), "they make steps")
-    drained = hosts(run.sweep)[-1]
+    run, drained = two_train(sweep, tmp_path / "run")
     slurm.run(["scontrol", "update", f"nodename={drained}", "state=drain", "reason=repair"])
     eventually(lambda: run.sweep.events("node_drained"), "the leader reads that")
     (event,) = run.sweep.events("node_drained")
     assert (event["host"], event["state"]) == (drained, "draining")
-
-    def is_replaced():
-        return run.sweep.group_sizes()[-1] == 2 and drained not in hosts(run.sweep)
-
-    eventually(is_replaced, "two train on other nodes")
+    eventually(lambda: is_replaced(run, drained), "two train on other nodes")
     stops = [e for e in run.sweep.events("round_stopped") if e["cause"] == "regroup"]
     assert stops and all("step" in e for e in stops), "after a checkpoint"
     run.hurry()
@@ -33,10 +39,7 @@ def test_a_drained_node_is_left_at_a_checkpoint_and_replaced(slurm, sweep, tmp_p
 @pytest.mark.long
 def test_a_node_is_left_before_a_maintenance_that_ignores_its_job(slurm, sweep, tmp_path):
     """The reservation was made while the task ran; no step is lost, and another node comes."""
-    run = counting(sweep, tmp_path / "run", "nodes=1:2")
-    eventually(lambda: run.sweep.group_sizes()[-1:] == [2], "two train")
-    eventually(lambda: run.sweep.events("first_step"), "they make steps")
-    reserved = hosts(run.sweep)[-1]
+    run, reserved = two_train(sweep, tmp_path / "run")
     fields = ["starttime=now+5minutes", "duration=10", "users=root", "flags=maint,ignore_jobs"]
     create = ["scontrol", "create", "reservation", "reservation=repair", *fields]
     slurm.run([*create, f"nodes={reserved}"])
@@ -44,10 +47,7 @@ def test_a_node_is_left_before_a_maintenance_that_ignores_its_job(slurm, sweep, 
         eventually(lambda: run.sweep.events("node_drained"), "the leader reads that")
         (event,) = run.sweep.events("node_drained")
         assert event["host"] == reserved and event["state"].startswith("reserved from ")
-        eventually(
-            lambda: run.sweep.group_sizes()[-1] == 2 and reserved not in hosts(run.sweep),
-            "two train on other nodes",
-        )
+        eventually(lambda: is_replaced(run, reserved), "two train on other nodes")
         run.hurry()
         output = run.sweep.output()
     finally:

@@ -418,7 +418,7 @@ class NeighbourSimulator:
         if run.gives == "on" and any(agent.slot < run.min_nodes for agent in agents):
             self._complain(f"minimum: run {run.id} gives {agents}")
         if rng.random() < self.scenario.cancel_given:
-            counts.faults["a job that is cancelled just then"] += 1
+            counts.faults["a job that is cancelled as a node is freed"] += 1
             for job in [job for job in self._jobs if job.id == job_id]:
                 self.world.after(5.0 * rng.random(), None, self._cluster.cancel, job)
 

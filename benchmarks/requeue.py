@@ -26,7 +26,7 @@ from evidence.sandbox import sandbox_of
 from evidence.show import about, options, present, say
 from requeue.candidates import Candidate, hpc_elastic, plain_requeue, submitits_checkpoint
 
-from hpc_elastic.run.task_name import job_of
+from hpc_elastic.run import job_of
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import Phase
 from slurm_sandbox import SandboxConfig

@@ -38,7 +38,7 @@ from hpc_elastic.report.report import (
     WorkerFailure,
 )
 from hpc_elastic.report.timeline import Cause, Cost, TimelineEntry
-from hpc_elastic.run.event_schema import COMMON, KINDS, Field, Kind
+from hpc_elastic.run.events import COMMON, KINDS, Field, Kind
 from hpc_elastic.run.events import VERSION as EVENTS_VERSION
 
 
@@ -242,7 +242,7 @@ the task was requeued), `slot` (the node's place in the run), `host` and `nproc`
 workers). `ranks` is a list of objects with `rank`, `host`, `task`, `state`, `at` and `stack`. An
 optional field may be absent or null.
 
-<!-- Written by `python docs/generate.py` from hpc_elastic/run/event_schema.py. -->
+<!-- Written by `python docs/generate.py` from hpc_elastic/run/events.py. -->
 
 ## Events
 

@@ -44,10 +44,10 @@ from hpc_elastic.rendezvous.session import Session
 from hpc_elastic.rendezvous.status_writer import StatusWriter
 from hpc_elastic.rendezvous.task_recovery import longest_join_s
 from hpc_elastic.rendezvous.term import RunFiles
+from hpc_elastic.run import queue_name
 from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.notify import Notifier
-from hpc_elastic.run.task_name import queue_name
 from hpc_elastic.shared_files import Mount, read_bytes
 from hpc_elastic.site import QueuePolicy
 from hpc_elastic.slurm import quarantine, requeue

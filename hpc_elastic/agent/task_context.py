@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_elastic.errors import HpcElasticError, RunDirectoryError
-from hpc_elastic.run import ownership
+from hpc_elastic.run import job_of, ownership
 from hpc_elastic.run.directory import ArrayFiles, Pool, RunDir, RunSpec
-from hpc_elastic.run.task_name import job_of
 from hpc_elastic.shared_files import read_text
 from hpc_elastic.slurm import run_tasks, scheduler
 from hpc_elastic.slurm.environment import REPLACEMENT, SlurmEnvironment

@@ -22,9 +22,8 @@ from hpc_elastic.agent.signals import SignalPipe
 from hpc_elastic.agent.task_context import Task, find_task
 from hpc_elastic.agent.warm_workers import start_pool
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.run import ownership
+from hpc_elastic.run import ownership, task_name
 from hpc_elastic.run.directory import AGENT_LOG, Submission
-from hpc_elastic.run.task_name import task_name
 from hpc_elastic.shared_files import is_there, make_folder
 from hpc_elastic.slurm import scheduler
 from hpc_elastic.slurm.client import SlurmClient

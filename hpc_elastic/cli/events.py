@@ -68,7 +68,7 @@ def _print_all(run: RunDir, reader: EventReader, *, as_json: bool) -> int:
     from hpc_elastic.report.progress_log import read_points
     from hpc_elastic.report.sentences import lines
     from hpc_elastic.report.timeline import build_timeline
-    from hpc_elastic.run.event_schema import valid_events
+    from hpc_elastic.run.events import valid_events
 
     events = valid_events(reader.new())
     if reader.doubt:
@@ -105,7 +105,7 @@ def _raw(run: RunDir, reader: EventReader, *, follow: bool) -> int:
 
 def _follow(run: RunDir, reader: EventReader, *, as_json: bool) -> int:
     from hpc_elastic.report.progress_log import read_points
-    from hpc_elastic.run.event_schema import valid_events
+    from hpc_elastic.run.events import valid_events
 
     printer = TimelinePrinter(partial(read_points, run.progress), as_json=as_json)
     events: list[Event] = []

@@ -25,7 +25,7 @@ from hpc_elastic._util import counted, duration, node_time, sigterm_as_interrupt
 from hpc_elastic.cli import options
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.report import KINDS
-from hpc_elastic.run.task_name import index_of
+from hpc_elastic.run import index_of
 
 if TYPE_CHECKING:
     from hpc_elastic.report.details import RunDetails, RunTask

@@ -36,8 +36,7 @@ from hpc_elastic.report.sentences import lines
 from hpc_elastic.report.timeline import build_timeline
 from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import RUN_DIR_VARIABLE, RunDir
-from hpc_elastic.run.event_schema import valid_events
-from hpc_elastic.run.events import read_events
+from hpc_elastic.run.events import read_events, valid_events
 
 EVENTS = "hpc_elastic/events"
 """Key of the run's events."""

@@ -83,9 +83,8 @@ from hpc_elastic.report.run_view import (
     label_of,
     read_view,
 )
-from hpc_elastic.run import events, ownership
+from hpc_elastic.run import events, job_of, ownership
 from hpc_elastic.run.directory import SUBMISSION, RunDir
-from hpc_elastic.run.task_name import job_of
 from hpc_elastic.shared_files import is_there, write_atomic
 from hpc_elastic.slurm.job_state import TaskState
 

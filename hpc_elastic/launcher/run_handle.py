@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpc_elastic.errors import DamagedFileError, RunDirectoryError, WorkerGroupError
-from hpc_elastic.report import failure
+from hpc_elastic.report import run_view
 from hpc_elastic.report.run_view import CANCELLED, LOST, SUCCEEDED, RunEnd, end_with_result
+from hpc_elastic.run import queue_name
 from hpc_elastic.run.directory import RunDir, Submission
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.registry import user
-from hpc_elastic.run.task_name import queue_name
 from hpc_elastic.shared_files import (
     VALUE_BYTES,
     is_there,
@@ -138,13 +138,13 @@ class RunHandle:
         shown = [
             line
             for file, text in written[:num_files]
-            for line in (f"--- {file}", failure.quoted_text(text))
+            for line in (f"--- {file}", run_view.quoted_text(text))
         ]
         return shown or [f"no task has written anything to {folder}"]
 
     def _failure(self, result: Mapping[str, Any]) -> WorkerGroupError:
         first, later = result.get("failure"), list(result.get("secondary_failures") or [])
-        lines = [f"the run failed: {self.dir}", *failure.in_full(first, later)]
+        lines = [f"the run failed: {self.dir}", *run_view.failures_in_full(first, later)]
         lines += [f"logs: {self.dir / 'tasks'}", f"      {Submission(self.submission).logs}"]
         return WorkerGroupError("\n".join(lines), first, later)
 

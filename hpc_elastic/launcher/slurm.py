@@ -42,8 +42,8 @@ from hpc_elastic.launcher.batch_script import (
 )
 from hpc_elastic.launcher.plan import Plan, RunRequest, by_settings
 from hpc_elastic.launcher.run_handle import mark_cancelled
+from hpc_elastic.run import job_of
 from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, RunDir, Submission
-from hpc_elastic.run.task_name import job_of
 from hpc_elastic.shared_files import write_atomic
 from hpc_elastic.site import TimeSlots, choose_terms, time_slots_of
 from hpc_elastic.slurm import run_tasks

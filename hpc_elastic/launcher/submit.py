@@ -31,10 +31,9 @@ from hpc_elastic.launcher.plan import Plan, RunRequest, by_settings, make_plan
 from hpc_elastic.launcher.progress import location, shown
 from hpc_elastic.launcher.run_handle import RunHandle, SubmittedJobs
 from hpc_elastic.launcher.user_code import link_snapshot, provenance, take_snapshot
-from hpc_elastic.report.run_view import overrides_label
+from hpc_elastic.report.run_view import is_secret, overrides_label
 from hpc_elastic.run import fencing, ownership, registry
 from hpc_elastic.run.directory import SUBMISSION, PoolTerms, RunDir, RunSpec, Submission
-from hpc_elastic.run.redaction import is_secret
 from hpc_elastic.shared_files import create_atomic, make_folder, names_in, write_atomic
 from hpc_elastic.slurm.parsing import Preemption, has_submitted_nothing
 

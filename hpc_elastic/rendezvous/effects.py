@@ -165,7 +165,7 @@ class RemoveNotice(Effect):
 
 @dataclass(frozen=True)
 class Note(Effect):
-    """Write an event into the event log; `hpc_elastic.run.event_schema` has the kinds."""
+    """Write an event into the event log; `hpc_elastic.run.events` has the kinds."""
 
     kind: str
     fields: Mapping[str, object]

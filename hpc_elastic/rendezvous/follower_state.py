@@ -45,7 +45,7 @@ from hpc_elastic.rendezvous.effects import (
 )
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, has_no_leader
-from hpc_elastic.run.event_schema import LossReason
+from hpc_elastic.run.events import LossReason
 from hpc_elastic.slurm.exit_action import Reason
 
 CONFIRM_REFUSAL_S = 0.2

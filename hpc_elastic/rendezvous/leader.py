@@ -30,7 +30,7 @@ from hpc_elastic.rendezvous.run_status import waiting_for
 from hpc_elastic.rendezvous.status_writer import StatusWriter
 from hpc_elastic.rendezvous.term import SharedFiles, Term, TermFolder, TermOverError
 from hpc_elastic.run.directory import STATUS_SELDOM_S
-from hpc_elastic.run.event_schema import LossReason
+from hpc_elastic.run.events import LossReason
 from hpc_elastic.shared_files import Mount, carried_out
 from hpc_elastic.site import OptionalCalls, QueueAdvice, QueuePolicy, QueueQuestion
 from hpc_elastic.slurm.job_state import TaskState

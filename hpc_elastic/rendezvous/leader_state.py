@@ -75,8 +75,8 @@ from hpc_elastic.rendezvous.replica_state import (
 )
 from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
 from hpc_elastic.rendezvous.task_recovery import CONFIRM_LOST_S, SlurmPollSchedule
-from hpc_elastic.run.event_schema import LossReason
-from hpc_elastic.run.task_name import queue_name
+from hpc_elastic.run import queue_name
+from hpc_elastic.run.events import LossReason
 from hpc_elastic.site import NodeReturn, QueueAdvice, QueueQuestion
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.transport.messages import Json

@@ -83,7 +83,7 @@ from hpc_elastic.rendezvous.round_state import (
     stop,
     units_of,
 )
-from hpc_elastic.run.event_schema import LossReason
+from hpc_elastic.run.events import LossReason
 from hpc_elastic.slurm.job_state import TaskState
 
 SAVE_WITHIN_S = 300.0

@@ -82,7 +82,7 @@ from hpc_elastic.rendezvous.group_change import (
 from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, RoundRules, RunEnding
 from hpc_elastic.rendezvous.reachability import Reachability, left_out_note
 from hpc_elastic.rendezvous.task_recovery import LostTaskRecovery, RequeueBackoff, last_here
-from hpc_elastic.run.event_schema import LossReason
+from hpc_elastic.run.events import LossReason
 from hpc_elastic.slurm.job_state import Phase, TaskState
 from hpc_elastic.step_agreement import StepVote
 from hpc_elastic.transport.messages import Json

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from hpc_elastic.rendezvous.effects import Effect, Note, Postpone, Send, hosts_of
 from hpc_elastic.rendezvous.log_entry import Agent, Failure, RoundRules
 from hpc_elastic.rendezvous.messages import Requeue
-from hpc_elastic.run.task_name import queue_name
+from hpc_elastic.run import queue_name
 from hpc_elastic.slurm.job_state import Phase, TaskState, remedy_of_end
 
 SURE_S = 5.0

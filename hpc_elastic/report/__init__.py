@@ -1,6 +1,6 @@
 """What a run does, and what happened to it: on a login node, without torch, without a server.
 
-- `run_view`      what a run is doing: its files, and its tasks in the scheduler
+- `run_view`      what a run is doing: its files, and its tasks in the scheduler; its texts
 - `details`       all that `status` and `report` show of one run
 - `attempts`      the events as attempts of tasks, rounds and leaders
 - `node_time`     what node time was spent on
@@ -10,7 +10,6 @@
 - `report`        all of it as values: the JSON form
 - `charts`        the charts of a report in Vega-Lite
 - `page`          the report as HTML; as PNG it needs the extra ``report``
-- `failure`       a failed worker in words
 - `log_files`     the log files of a run as one stream of lines, also as they grow
 
 Whatever imports this package binds it to `hpc_elastic.report`, where the function of that name was.

@@ -27,12 +27,12 @@ from hpc_elastic.report.run_view import (
     label_of,
     overrides_label,
     overrides_of,
+    redact,
+    redact_argument,
 )
 from hpc_elastic.report.timeline import build_timeline
 from hpc_elastic.run.directory import RunDir, RunSpec
-from hpc_elastic.run.event_schema import valid_events
-from hpc_elastic.run.events import Event, EventReader
-from hpc_elastic.run.redaction import redact, redact_argument
+from hpc_elastic.run.events import Event, EventReader, valid_events
 from hpc_elastic.shared_files import parse_yaml, read_tail, status_of
 from hpc_elastic.site import ExpectedStart, expected_start
 from hpc_elastic.slurm.job_state import Phase

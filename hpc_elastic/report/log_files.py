@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Literal
 
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.run import queue_name
 from hpc_elastic.run.directory import AGENT_LOG, RunDir, Submission
 from hpc_elastic.run.log_index import Index
-from hpc_elastic.run.task_name import queue_name
 from hpc_elastic.shared_files import (
     LATEST_TIME,
     lines_in,

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic._util import counted, quoted
+from hpc_elastic.agent.signals import name_of
 from hpc_elastic.errors import RunDirectoryError, WorkerGroupError
-from hpc_elastic.report.failure import one_line
 from hpc_elastic.report.progress_log import TRAINING, Point
 from hpc_elastic.run.directory import Cancellation, RunDir, RunSpec
 from hpc_elastic.shared_files import parse_yaml, read_json
@@ -387,7 +387,7 @@ def end_with_result(result: Mapping[str, Any], last_sign: float = 0.0) -> RunEnd
     found, restarts = result.get("failure"), int(number(result.get("restarts")) or 0)
     failure = found if isinstance(found, Mapping) else None
     at = number(result.get("ended")) or last_sign
-    return RunEnd(str(result.get("status")), at, one_line(failure), failure, restarts)
+    return RunEnd(str(result.get("status")), at, failure_in_line(failure), failure, restarts)
 
 
 def _end_without_result(
@@ -422,3 +422,122 @@ def stop_s(spec: RunSpec) -> float:
 def end_limit_s(spec: RunSpec) -> float:
     """Return the seconds that the tasks of a run may take to end once they are cancelled (pure)."""
     return stop_s(spec) + 30.0
+
+
+# ---- failures of workers in words, from their entries in result.json
+
+
+def failure_in_line(failure: Mapping[str, Any] | None) -> str | None:
+    """Return a failure in one line; None if there was none."""
+    if not failure:
+        return None
+    where = f"rank {failure.get('rank')} on {failure.get('host')}"
+    if failure.get("phase") == "start":
+        where = f"task {failure.get('task')} on {failure.get('host') or 'an unknown node'}"
+    if failure.get("phase") == "lead":
+        where = f"the leader, task {failure.get('task')} on {failure.get('host')}"
+    what = str(failure.get("message") or "").strip().partition("\n")[0]
+    error = failure.get("exception")
+    how = _ended_by(failure) or (f"{error}: {what}" if error else what)
+    return f"{where}: {how or 'exit code ' + str(failure.get('exit_code'))}"
+
+
+def failures_in_full(
+    first: Mapping[str, Any] | None, later: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Return the lines of the first failure in full, and one for each later one."""
+    lines = ["no worker's failure was recorded"]
+    if first:
+        lines = [f"first failure: {_place(first)}: {_cause(first)}"]
+        if first.get("traceback"):
+            lines.append(quoted_text(str(first["traceback"]).rstrip()))
+        elif first.get("message") != _cause(first) and (
+            first.get("exception") or first.get("message")
+        ):
+            what = f"{first.get('exception') or 'error'}: {first.get('message') or ''}"
+            lines.append(quoted_text(what))
+        if first.get("remedy"):
+            lines.append(str(first["remedy"]))
+    for failed in later:
+        round_ = failed.get("round")
+        when = "died afterwards"
+        if first is not None and round_ not in (None, first.get("round")):
+            when = f"failed in a later attempt, round {round_}"
+        lines.append(f"  {_place(failed)}: {_cause(failed)} ({when})")
+    return lines
+
+
+def quoted_text(text: str) -> str:
+    """Return a text of the training's own so that it is not taken for ours."""
+    return "\n".join(f"    {line}" for line in text.split("\n"))
+
+
+def _place(failed: Mapping[str, Any]) -> str:
+    is_leader = failed.get("phase") == "lead"
+    parts = [f"{'the leader, ' if is_leader else ''}host {failed.get('host')}"]
+    ranks = () if is_leader else (("rank", "rank"), ("local_rank", "local rank"))
+    for key, word in (*ranks, ("task", "task")):
+        parts += [f"{word} {failed[key]}"] if failed.get(key) is not None else []
+    return ", ".join(parts)
+
+
+def _cause(failed: Mapping[str, Any]) -> str:
+    if failed.get("phase") == "hang":
+        return "hung"
+    if ended := _ended_by(failed):
+        return ended
+    if failed.get("exit_code") is not None:
+        if not failed.get("exception") and str(failed.get("message")).startswith("exited with"):
+            return str(failed["message"])
+        return f"exit code {failed['exit_code']}"
+    return str(failed.get("exception") or failed.get("phase") or "failed")
+
+
+def _ended_by(failed: Mapping[str, Any]) -> str:
+    signal = failed.get("signal")
+    name = name_of(signal) if isinstance(signal, int) else signal
+    return f"ended by {name}" if signal else ""
+
+
+# ---- secrets
+# A report is passed on; the files that it is made of are private, because they may hold tokens.
+# Hidden are all values below a key ``env``, values whose key looks like that of a secret, and
+# passwords in URLs. A secret under another name is not recognised.
+
+
+HIDDEN = "***"
+"""Replacement of a secret."""
+
+_SECRET = re.compile(
+    r"token$|secret|webhook|passw|passphrase|credential|(api|access|private|auth|signing)[_-]?key"
+    r"|^env$",
+    re.IGNORECASE,
+)
+_IN_URL = re.compile(r"(\w://[^/\s:@]*:)[^/\s@]+@")
+_OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=(.*)", re.DOTALL)
+
+
+def redact(value: Any, *, hide: bool = False) -> Any:
+    """Return JSON values without secrets, by their keys; ``hide`` hides all values, and no keys."""
+    if isinstance(value, dict):
+        return {k: redact(v, hide=hide or is_secret(str(k))) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact(item, hide=hide) for item in value]
+    if hide:
+        return value if value is None or value == "" else HIDDEN
+    return _IN_URL.sub(rf"\1{HIDDEN}@", value) if isinstance(value, str) else value
+
+
+def redact_argument(text: str) -> str:
+    """Return an argument of the command line, without the value of a secret override."""
+    override = _OVERRIDE.fullmatch(text)
+    if override is None:
+        return str(redact(text))
+    key, value = override.groups()
+    hide = any(is_secret(part) for part in re.split(r"[./@]", key.lstrip("+~")))
+    return f"{key}={redact(value, hide=hide)}"
+
+
+def is_secret(key: str) -> bool:
+    """Return whether a key looks like that of a secret."""
+    return _SECRET.search(key) is not None

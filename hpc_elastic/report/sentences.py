@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from hpc_elastic._util import counted, duration
 from hpc_elastic.report.timeline import Cause, TimelineEntry
-from hpc_elastic.run.event_schema import LossReason
+from hpc_elastic.run.events import LossReason
 
 
 def lines(entries: Iterable[TimelineEntry], day: str = "") -> Iterator[str]:

@@ -11,8 +11,7 @@ from typing import Any
 
 from hpc_elastic._util import counted
 from hpc_elastic.report.attempts import EventIndex, Round, TaskAttempt, time_of
-from hpc_elastic.run.event_schema import LossReason
-from hpc_elastic.run.events import Event
+from hpc_elastic.run.events import Event, LossReason
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from hpc_elastic import shared_files
 from hpc_elastic.config.parse import restored, restored_settings, time_limit_s
 from hpc_elastic.config.schema import Backend, PoolSettings, RunSettings
 from hpc_elastic.errors import DamagedFileError, RunDirectoryError
-from hpc_elastic.run.task_name import task_name
+from hpc_elastic.run import task_name
 
 SUBMISSION = ".hpc_elastic"
 AGENT_LOG = "agent.log"
@@ -51,7 +51,7 @@ class Entry:
     script: str | None = None
     module: str | None = None
     args: list[Any] = field(default_factory=list)
-    """As `run.arguments` writes them; so are ``attributes``."""
+    """As `tree_codec.encode_arguments` returns them; so are ``attributes``."""
     attributes: dict[str, Any] | None = None
     cwd: str = "."
     sys_path: list[str] = field(default_factory=list)

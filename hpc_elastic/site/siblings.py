@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import DamagedFileError, RunDirectoryError
+from hpc_elastic.run import index_of, job_of, task_name
 from hpc_elastic.run.directory import SUBMISSION, RunDir, RunSpec, Submission
 from hpc_elastic.run.fencing import last_index
-from hpc_elastic.run.task_name import index_of, job_of, task_name
 from hpc_elastic.shared_files import is_there, names_listed, parse_json, read_json, read_text
 from hpc_elastic.site.nodes import NodeState
 from hpc_elastic.site.value import NodeDemand, share_nodes

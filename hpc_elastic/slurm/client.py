@@ -27,7 +27,7 @@ from pathlib import Path
 
 from hpc_elastic import _util
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.run.task_name import index_of, job_of, queue_name
+from hpc_elastic.run import index_of, job_of, queue_name
 from hpc_elastic.slurm import environment, parsing
 from hpc_elastic.slurm.job_state import Phase, TaskState
 from hpc_elastic.slurm.nodelist import compress, compress_indices

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.run.task_name import job_of, queue_name
+from hpc_elastic.run import job_of, queue_name
 from hpc_elastic.shared_files import (
     create_atomic,
     make_folder,

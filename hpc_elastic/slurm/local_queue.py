@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_elastic.config.parse import restored
 from hpc_elastic.errors import LocalQueueError, RunDirectoryError
+from hpc_elastic.run import job_of
 from hpc_elastic.run.directory import Submission
-from hpc_elastic.run.task_name import job_of
 from hpc_elastic.shared_files import is_there, make_folder, read_json, write_atomic
 from hpc_elastic.slurm.job_state import LAUNCHER_ENDED, TaskState
 

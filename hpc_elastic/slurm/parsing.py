@@ -24,7 +24,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.run.task_name import job_of
+from hpc_elastic.run import job_of
 from hpc_elastic.slurm import nodelist
 from hpc_elastic.slurm.job_state import TaskState
 

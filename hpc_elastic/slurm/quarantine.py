@@ -32,8 +32,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_elastic.errors import SlurmCommandError
+from hpc_elastic.run import queue_name
 from hpc_elastic.run.directory import RunDir
-from hpc_elastic.run.task_name import queue_name
 from hpc_elastic.shared_files import is_there, make_folder, read_json, read_text, write_atomic
 from hpc_elastic.slurm.client import SlurmClient
 

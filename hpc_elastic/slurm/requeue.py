@@ -31,8 +31,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from hpc_elastic.errors import LocalQueueError, RunDirectoryError, SlurmCommandError
+from hpc_elastic.run import job_of, queue_name
 from hpc_elastic.run.directory import RunDir
-from hpc_elastic.run.task_name import job_of, queue_name
 from hpc_elastic.slurm import parsing
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.combined_requests import CombinedRequests

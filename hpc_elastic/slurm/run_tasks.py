@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_elastic.errors import SlurmCommandError
+from hpc_elastic.run import job_of, queue_name, task_name
 from hpc_elastic.run.directory import ArrayFiles, RunDir, RunSpec, Submission
-from hpc_elastic.run.task_name import job_of, queue_name, task_name
 from hpc_elastic.shared_files import create_atomic, make_folder, read_text
 from hpc_elastic.slurm import parsing
 from hpc_elastic.slurm.client import SlurmClient

@@ -28,8 +28,8 @@ from types import MappingProxyType
 from typing import Any
 
 from hpc_elastic.errors import LocalQueueError, RunDirectoryError, SlurmCommandError, SlurmError
+from hpc_elastic.run import job_of, node_of, queue_name
 from hpc_elastic.run.directory import ArrayFiles, RunDir, RunSpec, Submission
-from hpc_elastic.run.task_name import job_of, node_of, queue_name
 from hpc_elastic.shared_files import is_there, read_json, read_text, write_atomic
 from hpc_elastic.slurm import nodelist, quarantine, run_tasks
 from hpc_elastic.slurm.client import RELEASE_DELAY_S, SlurmClient

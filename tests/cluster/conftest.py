@@ -32,4 +32,4 @@ def sweep(slurm, tmp_path) -> Iterator[Callable[..., Sweep]]:
         if s.process.poll() is None:
             s.process.kill()
             s.process.communicate()
-        assert s.event_problems() == [], "every event is as hpc_elastic/run/event_schema.py says"
+        assert s.event_problems() == [], "every event is as hpc_elastic/run/events.py says"

@@ -15,8 +15,7 @@ import pytest
 
 from hpc_elastic.report.attempts import EventIndex
 from hpc_elastic.report.timeline import TimelineEntry, build_timeline
-from hpc_elastic.run.event_schema import problems
-from hpc_elastic.run.events import read_events
+from hpc_elastic.run.events import problems, read_events
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = float(os.environ.get("HPC_ELASTIC_PATIENCE_S", "240"))

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from group import Group
 
-from hpc_elastic.run.event_schema import problems
-from hpc_elastic.run.events import read_events
+from hpc_elastic.run.events import problems, read_events
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +17,7 @@ def _events_are_as_documented(request: pytest.FixtureRequest, tmp_path) -> Itera
         return
     events = (e for folder in tmp_path.rglob("events") for e in read_events(folder))
     found = sorted({problem for event in events for problem in problems(event)})
-    assert found == [], "every event is as hpc_elastic/run/event_schema.py says"
+    assert found == [], "every event is as hpc_elastic/run/events.py says"
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpc_elastic.rendezvous.run_status import spacing_s
 from hpc_elastic.run.directory import Entry, RunDir
-from hpc_elastic.run.event_schema import LossReason, problems
+from hpc_elastic.run.events import LossReason, problems
 from specs import spec_of, started_run
 
 JOB = "4711"

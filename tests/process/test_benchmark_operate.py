@@ -16,7 +16,7 @@ from operate.big_run import History, Plan, task, write
 from operate.hang import Moments, moments
 
 from hpc_elastic.cli.main import main
-from hpc_elastic.run.event_schema import KINDS
+from hpc_elastic.run.events import KINDS
 
 pytestmark = pytest.mark.long
 

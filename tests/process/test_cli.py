@@ -82,11 +82,11 @@ BASE = {
 }  # fmt: skip
 MORE = {
     "run": {"cli.submit", "config", "config.schema"},
-    **{name: {"_console", "report", "rich", "run", "run.task_name"} for name in ("status", "list")},
+    **{name: {"_console", "report", "rich", "run"} for name in ("status", "list")},
     **{f"node {name}": {"slurm", "slurm.job_state"} for name in ("kill", "preempt")},
     "logs": {"slurm", "slurm.nodelist"},
     "init": {
-        "run", "run.task_name", "shared_files", "slurm", "slurm.client", "slurm.environment",
+        "run", "shared_files", "slurm", "slurm.client", "slurm.environment",
         "slurm.job_state", "slurm.nodelist", "slurm.parsing",
     },
 }  # fmt: skip

@@ -7,8 +7,7 @@ from types import FrameType
 from typing import Any
 
 from hpc_elastic.report.progress_log import Point
-from hpc_elastic.run.event_schema import LossReason
-from hpc_elastic.run.events import Event
+from hpc_elastic.run.events import Event, LossReason
 from made_events import event, gone, left, notice
 
 ROUND_S = 500.0

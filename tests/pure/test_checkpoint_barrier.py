@@ -2,7 +2,7 @@
 
 from groups import A, B, C, D, decisions, pause, poll_none, request, stop, training
 from hpc_elastic.rendezvous.group_change import STRAGGLE_S, CheckpointBarrier
-from hpc_elastic.run.event_schema import LossReason
+from hpc_elastic.run.events import LossReason
 from hpc_elastic.step_agreement import VOTE_WITHIN_S, StepVote
 
 

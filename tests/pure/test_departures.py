@@ -19,7 +19,7 @@ from groups import (
 from hpc_elastic.rendezvous.group_change import GATHER_S, NOT_PAUSED_S
 from hpc_elastic.rendezvous.log_entry import Agent
 from hpc_elastic.rendezvous.round_state import RoundState
-from hpc_elastic.run.event_schema import LossReason
+from hpc_elastic.run.events import LossReason
 from hpc_elastic.step_agreement import StepVote
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.report.timeline import Cause, Cost, TimelineEntry
-from hpc_elastic.run import event_schema
-from hpc_elastic.run.event_schema import KINDS, LossReason, problems, valid_events
+from hpc_elastic.run.events import COMMON, KINDS, LossReason, problems, valid_events
 from made_events import event, group
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))
@@ -63,7 +62,7 @@ def test_a_kind_is_described_in_sentences(name):
     kind = KINDS[name]
     assert re.fullmatch("[a-z]+(_[a-z]+)*", name)
     assert kind.meaning.endswith(".") and not kind.when.endswith(".")
-    names = [field.name for field in (*event_schema.COMMON, *kind.fields)]
+    names = [field.name for field in (*COMMON, *kind.fields)]
     assert len(names) == len(set(names))
 
 

@@ -38,7 +38,7 @@ from hpc_elastic.rendezvous.log_entry import (
 )
 from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
 from hpc_elastic.rendezvous.task_recovery import FailedStart
-from hpc_elastic.run.event_schema import LossReason
+from hpc_elastic.run.events import LossReason
 from hpc_elastic.slurm.job_state import TaskState
 
 UNCORRECTABLE = "CUDA error: uncorrectable ECC error encountered"

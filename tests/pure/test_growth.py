@@ -14,7 +14,7 @@ from hpc_elastic.rendezvous.group_change import (
 from hpc_elastic.rendezvous.log_entry import decode_signed
 from hpc_elastic.rendezvous.round_state import RoundState
 from hpc_elastic.rendezvous.task_recovery import LONGEST_WAIT
-from hpc_elastic.run.event_schema import LossReason
+from hpc_elastic.run.events import LossReason
 from hpc_elastic.slurm.job_state import TaskState
 
 # ---- whether to scale up ------------------------------------------------------------------

@@ -15,7 +15,7 @@ from hpc_elastic.rendezvous.hang_diagnosis import (
     hang_note,
 )
 from hpc_elastic.rendezvous.messages import RankState, Stacks, StacksRequest, Stall, Stop
-from hpc_elastic.run.event_schema import LossReason
+from hpc_elastic.run.events import LossReason
 
 HERE = {"place": "train.py:40 in step", "waits_in": "all_reduce"}
 THERE = {"place": "train.py:50 in step", "waits_in": "barrier"}

@@ -42,7 +42,7 @@ from hpc_elastic.rendezvous.messages import (
     Stop,
 )
 from hpc_elastic.rendezvous.round_state import RoundPhase
-from hpc_elastic.run.event_schema import LossReason
+from hpc_elastic.run.events import LossReason
 from hpc_elastic.site import NodeReturn, QueueAdvice, QueueQuestion
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.transport.messages import pack

@@ -33,7 +33,7 @@ from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, claim
 from hpc_elastic.rendezvous.messages import CheckpointAnnounced, Close, Heartbeat, Join, Leave, Stop
 from hpc_elastic.rendezvous.round_state import RoundPhase
-from hpc_elastic.run.event_schema import LossReason
+from hpc_elastic.run.events import LossReason
 
 # ---- who lives ----------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from hpc_elastic.report.attempts import EventIndex
 from hpc_elastic.report.node_time import Account
 from hpc_elastic.report.node_time import account as account_of
 from hpc_elastic.report.progress_log import Point
-from hpc_elastic.run.event_schema import LossReason
+from hpc_elastic.run.events import LossReason
 
 A, B = "7_0", "7_1"
 

@@ -11,7 +11,7 @@ from hpc_elastic.rendezvous.leader_state import LeaderState
 from hpc_elastic.rendezvous.log_entry import Endpoint, LogEntry, RoundRules, claim
 from hpc_elastic.rendezvous.round_state import stop
 from hpc_elastic.rendezvous.task_recovery import RequeueBackoff
-from hpc_elastic.run.event_schema import problems
+from hpc_elastic.run.events import problems
 from hpc_elastic.worker.shared_page import WorkerStatus
 
 NOTHING = WorkerStatus(None, None, None, None, None, None, 0)

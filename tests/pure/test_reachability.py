@@ -18,7 +18,7 @@ from hpc_elastic.rendezvous.reachability import (
 )
 from hpc_elastic.rendezvous.replica_state import ReplicaState
 from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
-from hpc_elastic.run.event_schema import LossReason
+from hpc_elastic.run.events import LossReason
 
 AGENTS = tuple(Agent(f"7_{slot}", 0, slot, f"node{slot + 1}", 1) for slot in range(300))
 

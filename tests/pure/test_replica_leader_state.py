@@ -10,7 +10,7 @@ from hpc_elastic.rendezvous.effects import Announce, Append, Note, PublishResult
 from hpc_elastic.rendezvous.leader_state import LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRules, claim
 from hpc_elastic.rendezvous.messages import Failed, Finished, Reattach, Stop
-from hpc_elastic.run.event_schema import LossReason
+from hpc_elastic.run.events import LossReason
 
 B2 = Agent(B.task, 1, B.slot, "node9", 1)
 

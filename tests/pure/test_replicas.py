@@ -25,7 +25,7 @@ from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRul
 from hpc_elastic.rendezvous.messages import Reattach
 from hpc_elastic.rendezvous.replica_state import SAVE_WITHIN_S, ReplicaState
 from hpc_elastic.rendezvous.round_state import RoundPhase
-from hpc_elastic.run.event_schema import LossReason
+from hpc_elastic.run.events import LossReason
 
 B2 = Agent(B.task, 1, B.slot, "node9", 1)
 

@@ -12,7 +12,7 @@ from hpc_elastic.rendezvous.log_entry import RoundRules
 from hpc_elastic.rendezvous.messages import Join
 from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
 from hpc_elastic.rendezvous.task_recovery import LONGEST_WAIT, RequeueBackoff, longest_join_s
-from hpc_elastic.run.event_schema import LossReason
+from hpc_elastic.run.events import LossReason
 from hpc_elastic.slurm.job_state import TaskState
 
 

@@ -21,7 +21,7 @@ from groups import (
 )
 from hpc_elastic.rendezvous.log_entry import Agent, RunEnding
 from hpc_elastic.rendezvous.round_state import RoundPhase
-from hpc_elastic.run.event_schema import LossReason
+from hpc_elastic.run.events import LossReason
 
 # ---- when a round closes ------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hpc_elastic.run.task_name import job_of, queue_name
+from hpc_elastic.run import job_of, queue_name
 from hpc_elastic.slurm.job_state import Phase, TaskState
 from hpc_elastic.slurm.parsing import FIELDS, SQUEUE_FORMAT, parse_squeue, parse_time_left
 

@@ -14,7 +14,7 @@ from hpc_elastic.rendezvous.task_recovery import (
     START_TRIES,
     LostTaskRecovery,
 )
-from hpc_elastic.run.event_schema import LossReason
+from hpc_elastic.run.events import LossReason
 from hpc_elastic.slurm.job_state import TaskState
 
 

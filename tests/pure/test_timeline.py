@@ -8,7 +8,7 @@ import pytest
 
 from hpc_elastic.report.attempts import EventIndex
 from hpc_elastic.report.sentences import lines, sentence
-from hpc_elastic.run.event_schema import LossReason, problems
+from hpc_elastic.run.events import LossReason, problems
 from made_events import (
     begun,
     event,

@@ -72,7 +72,7 @@ from hpc_elastic.rendezvous.reachability import PROBE_S
 from hpc_elastic.rendezvous.round_state import units_of
 from hpc_elastic.rendezvous.session import Session, SessionState
 from hpc_elastic.rendezvous.term import Term, TermFolder
-from hpc_elastic.run.event_schema import LossReason
+from hpc_elastic.run.events import LossReason
 from hpc_elastic.slurm.exit_action import Reason
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.worker.shared_page import CheckpointRequest, SharedPage, WorkerStatus

@@ -21,8 +21,7 @@ from hpc_elastic.data.audit import audit
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.report.sentences import sentence
 from hpc_elastic.run.directory import RunDir
-from hpc_elastic.run.event_schema import problems
-from hpc_elastic.run.events import read_events
+from hpc_elastic.run.events import problems, read_events
 from hpc_elastic.shared_files import read_json
 from slurm_sandbox import SandboxTimeoutError, SlurmSandbox
 from slurm_sandbox.processes import wait_until

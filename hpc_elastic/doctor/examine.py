@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic.config.schema import RunSettings
-from hpc_elastic.doctor import cluster, cluster_checks, node_checks, probe_job, probe_task
+from hpc_elastic.doctor import cluster, node_checks, probe_job, probe_task
 from hpc_elastic.doctor.cluster import ClusterFacts
 from hpc_elastic.doctor.findings import Finding, Verdict, fail
 from hpc_elastic.doctor.probe_job import Report
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.slurm.client import SiteClient
-
-_KILL_WAIT_S = 30.0
-"""Slurm's default."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,8 @@ def examine_login_node(settings: RunSettings, path: Path) -> Examination:
     )
     findings = [
         *node_checks.check_host(here, own_python=own_python),
-        *cluster_checks.check_cluster(slurm, settings),
-        *cluster_checks.check_folder(shared, launcher.rendezvous),
+        *cluster.check_cluster(slurm, settings),
+        *node_checks.check_folder(shared, launcher.rendezvous),
     ]
     reported = {
         "config": slurm.config, "commands_version": slurm.version,
@@ -71,13 +68,10 @@ def examine_nodes(
     launcher, slurm = cluster.slurm_settings(settings), before.cluster
     if slurm.config is None:
         return before
-    client = SiteClient(env=dict(os.environ))
-    kill_wait_s = float(slurm.number("KillWait") or _KILL_WAIT_S)
-    limits = [p.max_time_s for p in slurm.named(launcher.partition) if p.max_time_s is not None]
+    findings: list[Finding] = []
+    facts: dict[str, Any] = {}
     try:
-        job = probe_job.submit_probe(
-            settings, num_nodes, path, client, longest_s=max(limits, default=None)
-        )
+        probe = probe_job.submit_probe(settings, slurm, path, num_nodes, report)
     except (HpcElasticError, OSError) as e:
         refusal = fail(
             "nodes.start",
@@ -85,31 +79,24 @@ def examine_nodes(
             "a run would not be, either",
             "see the findings on Slurm and the directory; then run the doctor again",
         )
-        return _add_findings(before, [refusal], {})
-    run = probe_job.ProbeRun(
-        job, notice=launcher.preempt_signal, kill_wait_s=kill_wait_s, report=report
-    )
-    evidence = run.run(timeout_s)
-    findings = [
-        *node_checks.check_nodes(evidence, launcher, before.versions),
-        *node_checks.check_shared_folder(evidence, launcher.rendezvous),
-        *node_checks.check_network(evidence),
-        *node_checks.check_signals(evidence, kill_wait_s),
-    ]
-    facts = {
-        "nodes_asked": evidence.num_asked, "waiting": evidence.waiting,
-        "silent": evidence.silent, "blind": evidence.blind,
-        "nodes": [asdict(report) for report in evidence.reports.values()],
-        "notices": evidence.notices, "endings": [vars(ending) for ending in evidence.endings],
-        "leftovers": evidence.leftovers,
-    }  # fmt: skip
-    return _add_findings(before, findings, facts)
-
-
-def _add_findings(
-    before: Examination, findings: list[Finding], facts: dict[str, Any]
-) -> Examination:
-    """Add findings of the probe; they replace warnings of the login node that they settle."""
+        findings.append(refusal)
+    else:
+        evidence = probe.run(timeout_s)
+        findings += [
+            *node_checks.check_nodes(evidence, launcher, before.versions),
+            *node_checks.check_shared_folder(evidence, launcher.rendezvous),
+            *node_checks.check_network(evidence),
+            *node_checks.check_signals(evidence, slurm.kill_wait_s),
+        ]
+        shown = {
+            "nodes_asked": evidence.num_asked, "waiting": evidence.waiting,
+            "silent": evidence.silent, "blind": evidence.blind,
+            "nodes": [asdict(report) for report in evidence.reports.values()],
+            "notices": evidence.notices, "endings": [vars(ending) for ending in evidence.endings],
+            "leftovers": evidence.leftovers,
+        }  # fmt: skip
+        facts["probe"] = shown
+    # without warnings of the login node that the probe settles, and what it finds again
     good = {f.check for f in findings if f.verdict is Verdict.OK}
     reported = {(f.group, f.found) for f in findings}
     kept = [
@@ -118,8 +105,7 @@ def _add_findings(
         if not (f.verdict is Verdict.WARN and _SETTLES.get(f.check) in good)
         and (f.group, f.found) not in reported
     ]
-    together = {**before.facts, **({"probe": facts} if facts else {})}
-    return Examination([*kept, *findings], before.versions, together, before.cluster)
+    return replace(before, findings=[*kept, *findings], facts={**before.facts, **facts})
 
 
 _SETTLES = {

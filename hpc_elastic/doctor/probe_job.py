@@ -18,130 +18,90 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from hpc_elastic.config.parse import restored, time_limit_s
 from hpc_elastic.config.schema import RunSettings, SlurmSettings
-from hpc_elastic.doctor.allreduce_check import TIMEOUT_S as HELLO_S
+from hpc_elastic.doctor import probe_files
+from hpc_elastic.doctor.allreduce_check import TIMEOUT_S as ALLREDUCE_S
 from hpc_elastic.doctor.allreduce_check import AllreduceResult
-from hpc_elastic.doctor.cluster import slurm_settings
-from hpc_elastic.doctor.folder_trial import read
-from hpc_elastic.doctor.probe_folder import ProbeFolder, ProbePlan
+from hpc_elastic.doctor.cluster import ClusterFacts, slurm_settings
+from hpc_elastic.doctor.probe_files import AGENT, PROCESSES, WORKER, ProbeFolder, ProbePlan
 from hpc_elastic.doctor.probe_network import MeetingResult
 from hpc_elastic.doctor.probe_task import NodeFacts
-from hpc_elastic.doctor.signal_recorder import AGENT, ORPHANED, WORKER
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.launcher import batch_script
+from hpc_elastic.launcher.slurm import refusal, submit_script
 from hpc_elastic.launcher.submit import read_template
 from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, Submission
 from hpc_elastic.shared_files import is_there, read_tail, write_atomic
 from hpc_elastic.slurm.client import SiteClient
 from hpc_elastic.slurm.job_state import Phase, TaskState
 
+Report = Callable[[str], None]
 MODULE = "hpc_elastic.doctor.probe_task"
+POLL_S = 0.5
 _MINUTES = 10
 """The probe's time limit, where neither the user nor the partition wants a shorter one."""
-_END_S = 15.0
 _LOG_CHARS = 600
-
-
-@dataclass(frozen=True)
-class ProbeJob:
-    """A probe that was submitted: an array with a task for each node."""
-
-    job_id: str
-    num_nodes: int
-    place: ProbeFolder
-    client: SiteClient
-
-    def task(self, index: int) -> str:
-        """Return the name of a task."""
-        return f"{self.job_id}_{index}"
-
-    def query_tasks(self) -> dict[int, TaskState]:
-        """Return the state of each remembered task; raise SlurmCommandError without an answer."""
-        found = self.client.tasks([self.job_id])
-        return {i: found[self.task(i)] for i in range(self.num_nodes) if self.task(i) in found}
-
-    def log_tail(self, index: int) -> str:
-        """Return the end of a task's output."""
-        file = Submission(self.place.path).logs / f"{self.job_id}_{index}.log"
-        return read_tail(file)[-_LOG_CHARS:]
-
-    def cancel(self) -> list[str]:
-        """Cancel all tasks, and remove the files; return the tasks that did not end."""
-        with contextlib.suppress(OSError):  # a full disk; the tasks are cancelled in any case
-            self.place.stop_file.touch()
-        for attempt in (self.client.cancel, self.client.kill):
-            try:
-                attempt([self.job_id])
-                left = self._await_end(_END_S)
-            except SlurmCommandError as e:
-                left = [f"{self.job_id} ({e.stderr.strip()[:200]})"]
-            if not left:
-                break
-        shutil.rmtree(self.place.path.parent, ignore_errors=True)
-        return left
-
-    def _await_end(self, timeout_s: float) -> list[str]:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            states = self.client.tasks([self.job_id]).values()
-            left = [s for s in states if s.phase is not Phase.ENDED]
-            if not left or time.monotonic() > deadline:
-                return [f"{s.task} ({s.state} on {s.node or 'no node'})" for s in left]
-            time.sleep(0.5)
+_END_S = 15.0
+_MEASURE_S = 90.0 + ALLREDUCE_S
+_WAITS = 4
+"""How often the tasks, and then the doctor, wait for each other's files."""
+_NOTICE_S = 10.0
+_LONGEST_KILL_WAIT_S = 60.0
+_COME_BACK_S = 60.0
+_REST_S = 60.0
+"""Longest wait for the other tasks after the first."""
+_RELEASE_S = 5.0
+_SLACK_S = 20.0
+"""How much longer than KillWait Slurm may take to end a task."""
+_HOWS: tuple[Literal["requeue", "cancel"], ...] = ("requeue", "cancel")
+wait_until = partial(probe_files.wait_until, pause_s=POLL_S)
 
 
 def submit_probe(
-    settings: RunSettings,
-    num_nodes: int,
-    folder: Path,
-    client: SiteClient,
-    *,
-    longest_s: float | None = None,
-) -> ProbeJob:
-    """Submit a probe in the directory to test; ``longest_s`` is the time limit of its partition."""
-    from hpc_elastic.launcher.slurm import refusal, submit_script
-
+    settings: RunSettings, cluster: ClusterFacts, folder: Path, num_nodes: int, report: Report
+) -> Probe:
+    """Submit a probe in the directory to test."""
     own = Path(tempfile.mkdtemp(dir=folder, prefix="hpc-elastic-doctor-"))
-    launcher = replace(slurm_settings(settings), time=time_limit(settings, longest_s))
+    launcher, client = slurm_settings(settings), SiteClient(env=dict(os.environ))
+    limits = [p.max_time_s for p in cluster.named(launcher.partition) if p.max_time_s is not None]
+    launcher = replace(launcher, time=time_limit(settings, max(limits, default=None)))
     try:
-        script = _lay_out(launcher, own / SUBMISSION, num_nodes)
+        script = _write_submission(launcher, own / SUBMISSION, num_nodes)
         job_id = submit_script(script, num_nodes, client)
-    except SlurmCommandError as e:
+    except BaseException as e:
         shutil.rmtree(own, ignore_errors=True)
-        raise refusal(e, launcher, client) from e
-    except BaseException:
-        shutil.rmtree(own, ignore_errors=True)
+        if isinstance(e, SlurmCommandError):
+            raise refusal(e, launcher, client) from e
         raise
-    return ProbeJob(job_id, num_nodes, ProbeFolder(own / SUBMISSION), client)
+    return Probe(
+        job_id, num_nodes, ProbeFolder(own / SUBMISSION), client, report, launcher.preempt_signal,
+        cluster.kill_wait_s,
+    )  # fmt: skip
 
 
 def time_limit(settings: RunSettings, longest_s: float | None) -> str:
-    """Return the probe's time limit in minutes, at most that of a run (pure)."""
+    """Return the probe's time limit in minutes, at most that of a run and of the partition."""
     asked = slurm_settings(settings).time
     wanted = [_MINUTES * 60.0, longest_s, time_limit_s(asked) if asked else None]
     return str(max(1, int(min(s for s in wanted if s is not None) // 60)))
 
 
-def _lay_out(launcher: SlurmSettings, submission: Path, num_nodes: int) -> Path:
+def _write_submission(launcher: SlurmSettings, submission: Path, num_nodes: int) -> Path:
     Submission(submission).logs.mkdir(parents=True)
-    limit_s = 60.0 * int(launcher.time or _MINUTES)
-    plan = ProbePlan(
-        token=secrets.token_hex(16),
-        interface=launcher.interface,
-        lifetime_s=limit_s - 10,
-    )
-    ProbeFolder(submission).write_plan(plan)
+    place, limit_s = ProbeFolder(submission), 60.0 * int(launcher.time or _MINUTES)
+    place.write_plan(ProbePlan(secrets.token_hex(16), launcher.interface, limit_s - 10))
     if launcher.container.runtime is not None:
         # a shell line outside of the container that runs Slurm's commands, and never fails
-        file = shlex.quote(str(ProbeFolder(submission).outside_file(""))) + "$SLURM_ARRAY_TASK_ID"
+        file = shlex.quote(str(place.outside_file(""))) + "$SLURM_ARRAY_TASK_ID"
         queries = 'squeue -h -j "$SLURM_JOB_ID" && scontrol show config'
         line = f"{{ {queries}; }} > /dev/null 2> {file} || true"
         launcher = replace(launcher, setup=[*launcher.setup, line])
-    script = ArrayFiles.of(ProbeFolder(submission).array_file).script
+    script = ArrayFiles.of(place.array_file).script
     write_atomic(script, render(launcher, submission, num_tasks=num_nodes, module=MODULE))
     return script
 
@@ -168,33 +128,24 @@ def render(
     return batch_script.render(script, read_template(launcher.template))
 
 
-_MEASURE_S = 90.0 + HELLO_S
-_WAITS = 4
-"""How often the tasks, and then the doctor, wait for each other's files."""
-_NOTICE_S = 10.0
-_LONGEST_KILL_WAIT_S = 60.0
-_COME_BACK_S = 60.0
-_REST_S = 60.0
-"""Longest wait for the other tasks after the first."""
-_RELEASE_S = 5.0
-_SLACK_S = 20.0
-"""How much longer than KillWait Slurm may take to end a task."""
-_HOWS: tuple[Literal["requeue", "cancel"], ...] = ("requeue", "cancel")
+class Probe:
+    """A probe that was submitted, an array with a task for each node: its course and its evidence.
 
-
-class ProbeRun:
-    """The course of a probe, and its evidence.
-
-    The notice is a signal such as ``USR2``; ``kill_wait_s`` is Slurm's KillWait.
+    ``notice`` is a signal such as ``USR2``; ``kill_wait_s`` is Slurm's KillWait.
     """
 
-    def __init__(self, job: ProbeJob, *, notice: str, kill_wait_s: float, report: Report) -> None:
-        self._job = job
-        self._kill_wait_s = min(kill_wait_s, _LONGEST_KILL_WAIT_S)
+    def __init__(
+        self, job_id: str, num_nodes: int, place: ProbeFolder, client: SiteClient, report: Report,
+        notice: str = "USR2", kill_wait_s: float = 30.0,
+    ) -> None:  # fmt: skip
+        self._job_id = job_id
+        self._place = place
+        self._client = client
         self._report = report
+        self._kill_wait_s = min(kill_wait_s, _LONGEST_KILL_WAIT_S)
         self._states: dict[int, TaskState] = {}
         """The last known states; they count while Slurm does not answer."""
-        self.evidence = Evidence(job.num_nodes, notice_name=notice)
+        self.evidence = Evidence(num_nodes, notice_name=notice)
 
     def run(self, timeout_s: float) -> Evidence:
         """Run the whole probe; nothing is left behind, also after an interrupt.
@@ -218,12 +169,37 @@ class ProbeRun:
         finally:
             with contextlib.suppress(OSError):  # the reader has ended: `doctor --probe | head`
                 self._report("cancelling the rest of the probe")
-            self.evidence.leftovers = self._job.cancel()
+            self.evidence.leftovers = self._cancel()
         return self.evidence
 
+    def _cancel(self) -> list[str]:
+        """Cancel all tasks, and remove the files; return the tasks that did not end."""
+        with contextlib.suppress(OSError):  # a full disk; the tasks are cancelled in any case
+            self._place.stop_file.touch()
+        left: list[str] = []
+
+        def have_ended() -> bool:
+            states = self._client.tasks([self._job_id]).values()
+            going = [s for s in states if s.phase is not Phase.ENDED]
+            left[:] = [f"{s.task} ({s.state} on {s.node or 'no node'})" for s in going]
+            return not left
+
+        for end_tasks in (self._client.cancel, self._client.kill):
+            try:
+                end_tasks([self._job_id])
+                if wait_until(have_ended, _END_S):
+                    break
+            except SlurmCommandError as e:
+                left[:] = [f"{self._job_id} ({e.stderr.strip()[:200]})"]
+        shutil.rmtree(self._place.path.parent, ignore_errors=True)
+        return left
+
     def _refresh(self) -> dict[int, TaskState]:
+        """Query the state of each task that Slurm remembers."""
         try:
-            self._states = self._job.query_tasks()
+            found = self._client.tasks([self._job_id])
+            names = {i: f"{self._job_id}_{i}" for i in range(self.evidence.num_asked)}
+            self._states = {i: found[name] for i, name in names.items() if name in found}
         except SlurmCommandError as e:
             self._report(f"Slurm does not answer: {e.stderr.strip()[:100]}")
         return self._states
@@ -235,7 +211,7 @@ class ProbeRun:
     def _wait_for_start(self, timeout_s: float) -> list[int]:
         """Wait until all tasks run, for the first one up to the time-out; return those that do."""
         deadline, first_seen = time.monotonic() + timeout_s, False
-        num_nodes = self._job.num_nodes
+        num_nodes = self.evidence.num_asked
         while time.monotonic() < deadline:
             self._refresh()
             running = self._in_phase(Phase.RUNNING)
@@ -246,20 +222,20 @@ class ProbeRun:
             pending = (self._states[i].reason for i in self._in_phase(Phase.PENDING))
             reasons = ", ".join(sorted({reason for reason in pending if reason})) or "starting"
             ran = f"{len(running)} of {num_nodes} nodes run ({reasons})"
-            self._report(f"job {self._job.job_id}: {ran}")
+            self._report(f"job {self._job_id}: {ran}")
             time.sleep(POLL_S)
         return self._in_phase(Phase.RUNNING)
 
     def _measure(self, running: list[int]) -> None:
         """Let the running tasks measure everything, and read their reports."""
-        place, took_part = self._job.place, sorted(running)
-        self._report(f"{len(running)} of {self._job.num_nodes} nodes measure")
-        place.write_json(place.members_file, took_part)
+        place, took_part, num_asked = self._place, sorted(running), self.evidence.num_asked
+        self._report(f"{len(running)} of {num_asked} nodes measure")
+        probe_files.write_json(place.members_file, took_part)
 
         def done() -> bool:
             self._refresh()
             ended = self._in_phase(Phase.ENDED)
-            return all(i in ended or is_there(place.report_file(i)) for i in took_part)
+            return all(i in ended or is_there(place.task_file("node", i)) for i in took_part)
 
         wait_until(done, _MEASURE_S + _WAITS * place.staleness_s)
         reports, unreadable = read_reports(place, took_part)
@@ -267,13 +243,14 @@ class ProbeRun:
         blind = {
             i: states[i].node or f"task {i}"
             for i in self._in_phase(Phase.RUNNING)
-            if i in took_part and i not in reports and is_there(place.peer_file(i))
+            if i in took_part and i not in reports and is_there(place.task_file("peer", i))
         }
-        for i in range(self._job.num_nodes):
+        for i in range(num_asked):
             if i not in {**self.evidence.waiting, **reports, **blind}:
-                state, log = states.get(i), self._job.log_tail(i)
+                state = states.get(i)
+                log = read_tail(Submission(place.path).logs / f"{self._job_id}_{i}.log")
                 where = f"{state.state} on {state.node}" if state else "forgotten on ?"
-                silent[i] = where + (f": {log}" if log else ", and printed nothing")
+                silent[i] = where + (f": {log[-_LOG_CHARS:]}" if log else ", and printed nothing")
         self.evidence.reports, self.evidence.blind = reports, blind
         self.evidence.silent = silent | unreadable
         files = {r.facts.name: place.outside_file(i) for i, r in reports.items()}
@@ -285,20 +262,19 @@ class ProbeRun:
 
     def _send_notice(self) -> None:
         """Send the notice signal to every task, and record which processes receive it."""
-        name = self.evidence.notice_name
+        name, place = self.evidence.notice_name, self._place
         self._report(f"sending SIG{name}")
         sent = time.monotonic()
         for index in self.evidence.reports:
-            self._run_on_task(lambda task: self._job.client.signal(task, name), index)
+            self._run_on_task(lambda task: self._client.signal(task, name), index)
         seen: dict[int, dict[str, float | None]] = {
             index: dict.fromkeys(PROCESSES) for index in self.evidence.reports
         }
-        place = self._job.place
 
         def all_received() -> bool:
             for index, times in seen.items():
                 for who in PROCESSES:
-                    received = signal_time(place, who, index, f"SIG{name}") is not None
+                    received = probe_files.signal_time(place, who, index, f"SIG{name}") is not None
                     if received and times[who] is None:
                         times[who] = time.monotonic() - sent
             return all(None not in times.values() for times in seen.values())
@@ -309,86 +285,69 @@ class ProbeRun:
     def _run_on_task(self, command: Callable[[str], None], index: int) -> str:
         """Run a command of Slurm on a task; return its error, empty without one."""
         try:
-            command(self._job.task(index))
+            command(f"{self._job_id}_{index}")
         except SlurmCommandError as e:
             return e.stderr.strip()[:300]
         return ""
 
     def _end_tasks(self) -> None:
         """Requeue the first task and cancel the second, both at once."""
-        tasks, notices = sorted(self.evidence.reports), self.evidence.notices
+        place, client, notices = self._place, self._client, self.evidence.notices
+        tasks = sorted(self.evidence.reports)
         reached = [i for i in tasks if notices[i][AGENT] is not None] or tasks
         chosen = dict(zip(_HOWS, reached, strict=False))
         self._report(f"requeueing one task, cancelling another; KillWait {self._kill_wait_s:.0f} s")
         start = time.monotonic()
-        client = self._job.client
         commands = {"requeue": client.requeue, "cancel": lambda task: client.cancel([task])}
         refused = {how: self._run_on_task(commands[how], i) for how, i in chosen.items()}
         under_way = [i for how, i in chosen.items() if not refused[how]]
-        place = self._job.place
 
         def have_ended() -> bool:
             states = self._refresh()
             over = (Phase.ENDED, Phase.PENDING)
             return all(i not in states or states[i].phase in over for i in under_way)
 
+        def all_known() -> bool:
+            lived = (probe_files.survival_times(place, i).values() for i in under_way)
+            return all(None not in times for times in lived)
+
         over = wait_until(have_ended, self._kill_wait_s + _SLACK_S)
-        wait_until(
-            lambda: all(None not in survival_times(place, i).values() for i in under_way),
-            place.staleness_s,
-        )
-        endings = [
+        wait_until(all_known, place.staleness_s)
+        self.evidence.endings = [
             NodeEnding(
                 how=how,
                 node=self.evidence.name(index),
-                lived_s=survival_times(place, index),
-                orphaned=signal_time(place, WORKER, index, ORPHANED) is not None,
+                lived_s=probe_files.survival_times(place, index),
+                orphaned=probe_files.signal_time(place, WORKER, index, probe_files.ORPHANED)
+                is not None,
                 capped=not over,
                 refused=refused[how],
             )
             for how, index in chosen.items()
         ]
         if over and not refused["requeue"]:
-            endings[0] = self._await_return(endings[0], chosen["requeue"], start)
-        self.evidence.endings = endings
+            requeued = self.evidence.endings[0]
+            self.evidence.endings[0] = self._await_return(requeued, chosen["requeue"], start)
 
     def _await_return(self, ending: NodeEnding, index: int, start: float) -> NodeEnding:
         """Wait until a requeued task runs again; release it from Slurm's hold of two minutes."""
         self._report("waiting for the requeued task to come back")
-        file, released = self._job.place.return_file(index), -_RELEASE_S
+        file, released = self._place.task_file("back", index), -_RELEASE_S
 
         def is_back() -> bool:
             nonlocal released
             state, now = self._refresh().get(index), time.monotonic()
             if state is not None and state.is_held and now - released > _RELEASE_S:
-                self._run_on_task(self._job.client.release, index)
+                self._run_on_task(self._client.release, index)
                 released = now
             return is_there(file)
 
-        if wait_until(is_back, _COME_BACK_S + self._job.place.staleness_s):
+        if wait_until(is_back, _COME_BACK_S + self._place.staleness_s):
             node = json.loads(file.read_text())["node"]
             return replace(ending, back_on=node, back_s=time.monotonic() - start)
         state = self._refresh().get(index)
         waits = state is not None and state.phase is Phase.PENDING and (state.restarts or 0) > 0
         return replace(ending, waits=(state.reason or "starting") if state and waits else "")
-
-
-_T = TypeVar("_T")
-POLL_S = 0.5
-Report = Callable[[str], None]
-
-
-def wait_until(condition: Callable[[], _T | None], timeout_s: float) -> _T | None:
-    """Poll a condition; return its first true value, or the last one after the time-out."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        found = condition()
-        if found or time.monotonic() > deadline:
-            return found
-        time.sleep(POLL_S)
-
-
-PROCESSES = (AGENT, WORKER)
 
 
 @dataclass(frozen=True)
@@ -469,8 +428,9 @@ def read_reports(
     """Return the reports of tasks, and why a report cannot be read, by index."""
     found, unreadable = dict[int, NodeReport](), dict[int, str]()
     for index in indices:
-        if is_there(place.report_file(index)):
-            raw = json.loads(place.report_file(index).read_text())
+        file = place.task_file("node", index)
+        if is_there(file):
+            raw = json.loads(file.read_text())
             try:
                 found[index] = restored(NodeReport, raw)
             except (TypeError, KeyError, ValueError):
@@ -481,30 +441,3 @@ def read_reports(
                 why = f"measured by hpc_elastic {theirs}, which is not the one that reads it here"
                 unreadable[index] = why
     return found, unreadable
-
-
-def signal_time(place: ProbeFolder, who: str, index: int, name: str) -> float | None:
-    """Return when a process first received a signal, by its own clock; None if it did not."""
-    try:
-        lines = [json.loads(line) for line in read(place.signal_file(who, index)).splitlines()]
-    except ValueError:
-        return None
-    return next((float(line["time"]) for line in lines if line["signal"] == name), None)
-
-
-def survival_times(place: ProbeFolder, index: int) -> dict[str, float | None]:
-    """Return how long each process of a task lived after its first SIGTERM; None without one."""
-    times: dict[str, float | None] = {}
-    for who in PROCESSES:
-        signalled = signal_time(place, who, index, "SIGTERM")
-        last = last_heartbeat(place.heartbeat_file(who, index))
-        times[who] = None if signalled is None or last is None else max(0.0, last - signalled)
-    return times
-
-
-def last_heartbeat(file: Path) -> float | None:
-    """Return the time in a heartbeat file; None if there is none."""
-    try:
-        return float(read(file))
-    except ValueError:
-        return None

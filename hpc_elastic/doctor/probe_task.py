@@ -25,11 +25,10 @@ from typing import Any
 import psutil
 
 from hpc_elastic import _util
-from hpc_elastic.doctor import allreduce_check, probe_network
+from hpc_elastic.doctor import allreduce_check, probe_files, probe_network
 from hpc_elastic.doctor.allreduce_check import AllreduceResult
-from hpc_elastic.doctor.probe_folder import POLL_S, ProbeFolder, ProbePlan
+from hpc_elastic.doctor.probe_files import POLL_S, ProbeFolder, ProbePlan, write_json
 from hpc_elastic.doctor.probe_network import MeetingResult
-from hpc_elastic.doctor.signal_recorder import AGENT, SignalRecorder, start_worker
 from hpc_elastic.errors import ConfigError, SlurmCommandError
 from hpc_elastic.gpus import count_devices
 from hpc_elastic.launcher.user_code import packages
@@ -48,16 +47,17 @@ MUST_AGREE = ("python", "hpc_elastic", "torch")
 def main(array_file: str) -> int:
     """Measure everything, then wait for signals until the probe ends; return the exit code."""
     slurm = SlurmEnvironment.from_env(os.environ)
-    place, index = ProbeFolder.of(array_file), slurm.array_task_id or 0
+    place, index = ProbeFolder(Path(array_file).parent), slurm.array_task_id or 0
     if restarts := slurm.restart_count:
-        place.write_json(place.return_file(index), {"node": slurm.node_name, "restarts": restarts})
+        back = {"node": slurm.node_name, "restarts": restarts}
+        write_json(place.task_file("back", index), back)
         return 0
     plan = place.read_plan()
     end = time.monotonic() + plan.lifetime_s
-    recorder = SignalRecorder(place, AGENT, index)
-    worker = start_worker(array_file, index)
+    recorder = probe_files.SignalRecorder(place, probe_files.AGENT, index)
+    worker = probe_files.start_worker(array_file, index)
     try:
-        place.write_json(place.report_file(index), _measure(place, plan, index, slurm))
+        write_json(place.task_file("node", index), _measure(place, plan, index, slurm))
         while time.monotonic() < end and not place.is_over:
             recorder.record_heartbeat()
             time.sleep(POLL_S)
@@ -72,23 +72,28 @@ def _measure(
 ) -> dict[str, Any]:
     """Return the report of this task, as `probe_job` reads it."""
     facts = collect_node_facts(place, slurm, plan.interface)
-    server = probe_network.ProbeServer(place, plan.token, v6=":" in facts.address)
-    own = probe_network.publish_address(place, index, server.port, facts)
+    own: dict[str, Any] = {
+        "host": facts.name, "address": facts.address, "addresses": facts.addresses,
+        "port": probe_network.serve_peers(place, plan.token, v6=":" in facts.address),
+        "store_port": free_port(),
+    }  # fmt: skip
+    write_json(place.task_file("peer", index), own)
     members = place.wait_for_json(place.members_file, plan.lifetime_s)
     if not members or index not in members:
         return {"facts": asdict(facts), "meeting": asdict(MeetingResult()), "allreduce": None}
     known = {index: own}
     deadline = time.monotonic() + _PEER_S + place.staleness_s
     for number in members:
-        left = max(POLL_S, deadline - time.monotonic())
-        if number != index and (peer := place.wait_for_json(place.peer_file(number), left)):
+        left_s = max(POLL_S, deadline - time.monotonic())
+        file = place.task_file("peer", number)
+        if number != index and (peer := place.wait_for_json(file, left_s)):
             known[number] = peer
     absent = [number for number in members if number not in known]
     meeting = probe_network.meet_peers(place, index, plan.token, known, absent)
     first = known.get(members[0], {})
     if lost := [s.host for s in meeting.peers if s.problem] + list(map(str, meeting.absent)):
         # torch on this node alone: a group with an unreachable node takes minutes
-        result = allreduce_check.run_allreduce(0, 1, "127.0.0.1", own.get("store_port", 0), {})
+        result = allreduce_check.run_allreduce(0, 1, "127.0.0.1", own["store_port"], {})
         not_tried = f"not tried: {', '.join(lost)} cannot be reached"
         problems = {**result.problems, "gloo": not_tried}
         result = replace(result, bandwidths={}, problems=problems)
@@ -100,6 +105,13 @@ def _measure(
         variables = interface_module.group_variables(name, is_given=is_given) if name else {}
         result = allreduce_check.run_allreduce(rank, len(members), *store, variables)
     return {"facts": asdict(facts), "meeting": asdict(meeting), "allreduce": asdict(result)}
+
+
+def free_port() -> int:
+    """Return a port that was free a moment ago."""
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        return int(sock.getsockname()[1])
 
 
 @dataclass(frozen=True)
@@ -134,14 +146,13 @@ class NodeFacts:
 def collect_node_facts(
     place: ProbeFolder, slurm: SlurmEnvironment, wanted: str | None
 ) -> NodeFacts:
-    """Collect the facts of this node (every task); ``wanted`` is ``launcher.interface``."""
+    """Collect the facts of this node; ``wanted`` is ``launcher.interface``."""
     client, problem = SlurmClient(), ""
 
     def node_address() -> str | None:
-        try:
+        with contextlib.suppress(SlurmCommandError):
             return client.node(slurm.node_name).address
-        except SlurmCommandError:
-            return None
+        return None
 
     try:  # as an agent does
         chosen = interface_module.find(slurm.node_name, wanted, node_address)
@@ -198,7 +209,7 @@ _LIMITS = {
     "as": resource.RLIMIT_AS,
     "cpu": resource.RLIMIT_CPU,
 }
-SLURM_COMMANDS = ("sbatch", "squeue", "scontrol", "scancel", "sinfo")
+_SLURM_COMMANDS = ("sbatch", "squeue", "scontrol", "scancel", "sinfo")
 _RDMA = Path("/sys/class/infiniband")
 _UNSYNCHRONISED = 5
 """TIME_ERROR of adjtimex(2): no time service keeps the clock."""
@@ -254,7 +265,7 @@ def collect_host_facts() -> HostFacts:
         clock_kept=_clock_kept(),
         python=sys.executable,
         python_fs=Mount.of(Path(sys.prefix)).kind,
-        missing_commands=[name for name in SLURM_COMMANDS if shutil.which(name) is None],
+        missing_commands=[name for name in _SLURM_COMMANDS if shutil.which(name) is None],
         cpus=len(os.sched_getaffinity(0)),
         memory_bytes=psutil.virtual_memory().total,
         has_infiniband=_RDMA.is_dir() and any(_RDMA.iterdir()),

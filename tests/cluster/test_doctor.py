@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from sweeps import busy, eventually
 
-from hpc_elastic.doctor.folder_trial import NUM_ROUNDS
+from hpc_elastic.doctor.probe_network import NUM_ROUNDS
 
 PATIENCE_S = 240
 

@@ -6,8 +6,8 @@ from test_shared_folder import _possible, mounts  # noqa: F401
 
 from hpc_elastic import shared_files
 from hpc_elastic.doctor import probe_network
-from hpc_elastic.doctor.folder_trial import CHANGES, NUM_ROUNDS, PATH, LinkRace
-from hpc_elastic.doctor.probe_folder import ProbeFolder
+from hpc_elastic.doctor.probe_files import ProbeFolder
+from hpc_elastic.doctor.probe_network import CHANGES, NUM_ROUNDS, PATH, LinkRace
 from slurm_sandbox import SandboxConfig, SlurmSandbox, nfs
 
 NAME = "nfs_doctor"
@@ -29,7 +29,7 @@ def meet(mounts, options, monkeypatch):  # noqa: F811
     """What a client finds of another one."""
     first, second = (ProbeFolder(point / "probe") for point in mounts.pair(options))
     first.path.mkdir()
-    port = probe_network.ProbeServer(second, "token").port
+    port = probe_network.serve_peers(second, "token")
     both = {
         i: {"host": f"n{i}", "address": "127.0.0.1", "port": port, "addresses": {}} for i in (0, 1)
     }

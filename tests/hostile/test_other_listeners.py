@@ -12,8 +12,8 @@ import pytest
 from hpc_elastic.agent.metrics import Exporter, Sample
 from hpc_elastic.config.schema import SlurmSettings
 from hpc_elastic.doctor import probe_job
-from hpc_elastic.doctor.probe_folder import ProbeFolder
-from hpc_elastic.doctor.probe_network import ProbeServer, connect_to_peer, send_request
+from hpc_elastic.doctor.probe_files import ProbeFolder
+from hpc_elastic.doctor.probe_network import connect_to_peer, send_request, serve_peers
 from hpc_elastic.transport import auth
 
 TOKEN = "5e" * 16
@@ -35,8 +35,8 @@ def probe(request, tmp_path) -> tuple[str, int]:
             socket.create_server(("::1", 0), family=socket.AF_INET6).close()
         except OSError:
             pytest.skip("no IPv6 here")
-    server = ProbeServer(ProbeFolder(tmp_path), TOKEN, v6=":" in request.param)
-    return request.param, server.port
+    port = serve_peers(ProbeFolder(tmp_path), TOKEN, v6=":" in request.param)
+    return request.param, port
 
 
 _NONCE = b"0" * 32 + b"\n"
@@ -109,7 +109,7 @@ def test_the_probes_token_is_in_no_file_that_others_read(stranger, open_folder):
     """It is in the settings of the tasks alone (0600): not in the script, so in no argv."""
     folder = open_folder / "probe"
     submission = folder / ".hpc_elastic"
-    probe_job._lay_out(SlurmSettings(), submission, 2)
+    probe_job._write_submission(SlurmSettings(), submission, 2)
     token = ProbeFolder(submission).read_plan().token
     holders = [f for f in folder.rglob("*") if f.is_file() and token in f.read_text()]
     assert holders == [submission / "array-0.json"]

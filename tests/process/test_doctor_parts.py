@@ -16,10 +16,17 @@ from group import eventually
 
 from hpc_elastic.config.parse import restored
 from hpc_elastic.doctor import allreduce_check, probe_network, probe_task
-from hpc_elastic.doctor.folder_trial import CHANGES, NUM_ROUNDS, PATH, FolderTrial, LinkRace
-from hpc_elastic.doctor.probe_folder import ProbeFolder, ProbePlan
-from hpc_elastic.doctor.probe_job import last_heartbeat, signal_time, survival_times
-from hpc_elastic.doctor.signal_recorder import ORPHANED, WORKER, start_worker
+from hpc_elastic.doctor.probe_files import (
+    ORPHANED,
+    WORKER,
+    ProbeFolder,
+    ProbePlan,
+    last_heartbeat,
+    signal_time,
+    start_worker,
+    survival_times,
+)
+from hpc_elastic.doctor.probe_network import CHANGES, NUM_ROUNDS, PATH, FolderTrial, LinkRace
 from hpc_elastic.slurm.client import SiteClient, reachable
 
 PATIENCE_S = 30.0
@@ -56,14 +63,13 @@ def test_a_file_system_without_limits_is_read_back(tmp_path, monkeypatch):
 def test_a_worker_writes_down_what_it_gets_and_when_it_lived_last(place):
     """SIGTERM does not end it, SIGKILL does, and the time between shows."""
     worker = start_worker(str(place.array_file), 0)
-    beat = place.heartbeat_file("worker", 0)
-    eventually(lambda: last_heartbeat(beat) is not None, PATIENCE_S)
+    eventually(lambda: last_heartbeat(place, "worker", 0) is not None, PATIENCE_S)
     worker.send_signal(signal.SIGUSR2)
     eventually(lambda: signal_time(place, "worker", 0, "SIGUSR2"), PATIENCE_S)
     worker.send_signal(signal.SIGTERM)
     eventually(lambda: signal_time(place, "worker", 0, "SIGTERM"), PATIENCE_S)
     asked = signal_time(place, "worker", 0, "SIGTERM")
-    eventually(lambda: last_heartbeat(beat) > asked, PATIENCE_S)
+    eventually(lambda: last_heartbeat(place, "worker", 0) > asked, PATIENCE_S)
     worker.kill()
     worker.wait()
     assert survival_times(place, 0)["worker"] > 0 and survival_times(place, 0)["agent"] is None
@@ -72,14 +78,12 @@ def test_a_worker_writes_down_what_it_gets_and_when_it_lived_last(place):
 
 def test_a_worker_that_is_left_behind_says_so_and_ends(place):
     """By this a site whose Slurm loses processes is recognised."""
-    module, array = "hpc_elastic.doctor.signal_recorder", str(place.array_file)
+    module, array = "hpc_elastic.doctor.probe_files", str(place.array_file)
     start = f"from {module} import start_worker as s; s({array!r}"
     parent = f"{start}, 0); import time; time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", parent])
     try:
-        eventually(
-            lambda: last_heartbeat(place.heartbeat_file("worker", 0)) is not None, PATIENCE_S
-        )
+        eventually(lambda: last_heartbeat(place, "worker", 0) is not None, PATIENCE_S)
     finally:
         process.kill()
         process.wait()
@@ -90,15 +94,15 @@ def test_a_worker_that_is_left_behind_says_so_and_ends(place):
 def test_a_worker_ends_with_the_probe(place):
     """Nothing is left over where the doctor could not cancel it."""
     worker = start_worker(str(place.array_file), 0)
-    eventually(lambda: last_heartbeat(place.heartbeat_file("worker", 0)) is not None, PATIENCE_S)
+    eventually(lambda: last_heartbeat(place, "worker", 0) is not None, PATIENCE_S)
     place.stop_file.touch()
     assert worker.wait(30) == 0
 
 
-def peer(server, *, host="n1"):
+def peer(port, *, host="n1"):
     """What a task publishes of itself."""
     found = {"eth0": ["127.0.0.1"], "eth1": ["127.0.0.9"]}
-    return {"host": host, "address": "127.0.0.1", "port": server.port, "addresses": found}
+    return {"host": host, "address": "127.0.0.1", "port": port, "addresses": found}
 
 
 def meet(place, others, absent=()):
@@ -109,7 +113,7 @@ def meet(place, others, absent=()):
 
 def test_two_tasks_meet(place):
     """They reach each other, know the time there, and see each other's files."""
-    met = meet(place, {1: peer(probe_network.ProbeServer(place, TOKEN))})
+    met = meet(place, {1: peer(probe_network.serve_peers(place, TOKEN))})
     (sight,) = met.peers
     assert sight.problem == "" and 0 < sight.round_trip_s < 5
     assert abs(sight.clock_ahead_s) < 5 and sight.others == {"127.0.0.9": True}
@@ -120,21 +124,21 @@ def test_two_tasks_meet(place):
 
 def test_tasks_on_one_node_try_nothing_of_what_lies_between_nodes(place):
     """They share its caches."""
-    met = meet(place, {1: peer(probe_network.ProbeServer(place, TOKEN), host="n0")})
+    met = meet(place, {1: peer(probe_network.serve_peers(place, TOKEN), host="n0")})
     assert met.peers[0].problem == "" and met.seen is None and met.race is None
 
 
 def test_a_task_asks_one_that_is_on_another_node(place):
     """Also where the next one is not."""
-    server = probe_network.ProbeServer(place, TOKEN)
-    others = {1: peer(server, host="n0"), 2: peer(server, host="n1")}
+    port = probe_network.serve_peers(place, TOKEN)
+    others = {1: peer(port, host="n0"), 2: peer(port, host="n1")}
     assert meet(place, others).race == LinkRace(NUM_ROUNDS)
 
 
 def test_a_folder_that_another_node_can_not_use_is_told(place, tmp_path):
     """With that node, and the reason."""
     met = meet(
-        place, {1: peer(probe_network.ProbeServer(ProbeFolder(tmp_path / "gone" / "x"), TOKEN))}
+        place, {1: peer(probe_network.serve_peers(ProbeFolder(tmp_path / "gone" / "x"), TOKEN))}
     )
     assert "with n1: " in met.problem and "No such file" in met.problem
     assert met.seen is None and met.race is None and not met.peers[0].problem
@@ -142,7 +146,7 @@ def test_a_folder_that_another_node_can_not_use_is_told(place, tmp_path):
 
 def test_a_port_that_nobody_listens_on_is_named(place):
     """With the address and the reason; the rest of the meeting is not lost."""
-    silent = {**peer(probe_network.ProbeServer(place, TOKEN)), "port": probe_network.free_port()}
+    silent = {**peer(probe_network.serve_peers(place, TOKEN)), "port": probe_task.free_port()}
     met = meet(place, {1: silent}, [2])
     assert "refused" in met.peers[0].problem.lower()
     assert (met.absent, met.seen, met.race) == ([2], None, None)
@@ -211,8 +215,8 @@ def test_a_link_whose_reply_is_lost_is_ones_own(tmp_path, monkeypatch):
 
 def test_a_connection_without_the_token_is_refused(place):
     """It creates no files, and gets no answer."""
-    server = probe_network.ProbeServer(place, TOKEN)
-    address = {"address": "127.0.0.1", "port": server.port}
+    port = probe_network.serve_peers(place, TOKEN)
+    address = {"address": "127.0.0.1", "port": port}
     with pytest.raises(OSError), probe_network.connect_to_peer(address, "wrong") as connection:
         probe_network.send_request(connection, "prepare", 5)
     assert not (place.path / "trial-5").exists()
@@ -221,7 +225,7 @@ def test_a_connection_without_the_token_is_refused(place):
 def test_two_processes_run_allreduce(monkeypatch):
     """An all_reduce through gloo comes back with the right sum."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # NCCL has no two ranks on one GPU
-    port = probe_network.free_port()
+    port = probe_task.free_port()
     with ThreadPoolExecutor() as pool:
         said = list(
             pool.map(
@@ -236,7 +240,7 @@ def test_two_processes_run_allreduce(monkeypatch):
 def test_with_gpus_the_allreduce_is_done_with_nccl_too(monkeypatch):
     """On the first of them."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    said = allreduce_check.run_allreduce(0, 1, "127.0.0.1", probe_network.free_port(), LO)
+    said = allreduce_check.run_allreduce(0, 1, "127.0.0.1", probe_task.free_port(), LO)
     assert (said.problems, said.cuda_devices) == ({}, 1)
     assert set(said.bandwidths) == {"gloo", "nccl"}
 
@@ -244,7 +248,7 @@ def test_with_gpus_the_allreduce_is_done_with_nccl_too(monkeypatch):
 def test_an_allreduce_without_an_answer_ends(monkeypatch):
     """Its process is ended with all it has started."""
     monkeypatch.setattr(allreduce_check, "TIMEOUT_S", 0.5)
-    said = allreduce_check.run_allreduce(0, 2, "127.0.0.1", probe_network.free_port(), LO)
+    said = allreduce_check.run_allreduce(0, 2, "127.0.0.1", probe_task.free_port(), LO)
     assert said.import_s is None and "no end within" in said.problems["torch"]
 
 

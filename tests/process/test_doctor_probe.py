@@ -15,20 +15,24 @@ from hpc_elastic.doctor import node_checks, probe_job, probe_task
 from hpc_elastic.doctor.allreduce_check import AllreduceResult
 from hpc_elastic.doctor.cluster import parse_settings
 from hpc_elastic.doctor.findings import Verdict, fail, ok, warn, worst_verdict
-from hpc_elastic.doctor.folder_trial import CHANGES, LinkRace, Visibility, count_race
-from hpc_elastic.doctor.probe_folder import ProbeFolder
-from hpc_elastic.doctor.probe_job import (
-    Evidence,
-    NodeEnding,
-    NodeReport,
-    ProbeRun,
-    read_reports,
+from hpc_elastic.doctor.probe_files import (
+    ORPHANED,
+    WORKER,
+    ProbeFolder,
     signal_time,
     survival_times,
+    write_json,
 )
-from hpc_elastic.doctor.probe_network import MeetingResult, PeerResult
+from hpc_elastic.doctor.probe_job import Evidence, NodeEnding, NodeReport, Probe, read_reports
+from hpc_elastic.doctor.probe_network import (
+    CHANGES,
+    LinkRace,
+    MeetingResult,
+    PeerResult,
+    Visibility,
+    count_race,
+)
 from hpc_elastic.doctor.probe_task import FolderFacts, HostFacts, NodeFacts
-from hpc_elastic.doctor.signal_recorder import ORPHANED, WORKER
 from hpc_elastic.slurm.job_state import TaskState
 
 GIB = 1 << 30
@@ -316,9 +320,9 @@ def test_what_another_version_has_measured_is_named(tmp_path):
     """As where a container has its own: its results cannot be read, and the others are kept."""
     place = ProbeFolder(tmp_path)
     raw = asdict(GOOD.reports[0])
-    place.write_json(place.report_file(0), raw)
-    place.write_json(place.report_file(1), {**raw, "facts": {**raw["facts"], "colour": "red"}})
-    place.write_json(place.report_file(2), {"allreduce": None})
+    write_json(place.task_file("node", 0), raw)
+    write_json(place.task_file("node", 1), {**raw, "facts": {**raw["facts"], "colour": "red"}})
+    write_json(place.task_file("node", 2), {"allreduce": None})
     found, unreadable = read_reports(place, [0, 1, 2, 3])
     assert found == {0: GOOD.reports[0]} and set(unreadable) == {1, 2}
     assert "hpc_elastic 0.1.0, which is not" in unreadable[1]
@@ -328,76 +332,66 @@ def test_how_long_a_process_lived_after_sigterm(tmp_path):
     """From its first SIGTERM to its last heartbeat; a signal that never came is None."""
     place = ProbeFolder(tmp_path)
     lines = [{"signal": "SIGTERM", "time": 100.0}, {"signal": "SIGTERM", "time": 105.0}]
-    place.signal_file("agent", 0).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    place.heartbeat_file("agent", 0).write_text("00000000110.500000")
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    place.process_file("agent", 0, "signals").write_text(text)
+    place.process_file("agent", 0, "beat").write_text("00000000110.500000")
     assert survival_times(place, 0) == {"agent": 10.5, "worker": None}
     assert signal_time(place, "agent", 0, "SIGUSR2") is None
     assert signal_time(place, WORKER, 0, ORPHANED) is None
 
 
-class Waiting:
-    """A probe without started tasks."""
+class Client:
+    """Slurm's commands for a probe whose tasks have not started, or are as given."""
 
-    job_id, num_nodes, has_ended = "7", 1, False
+    def __init__(self, *running):
+        self.states, self.cancelled = {f"7_{i}": "RUNNING" for i in running}, []
 
-    def query_tasks(self):
-        """No task has started."""
-        return {}
+    def tasks(self, _):
+        """Return the states of the tasks."""
+        return {
+            name: TaskState(name, state, node=f"n{name[-1]}") for name, state in self.states.items()
+        }
 
-    def cancel(self):
-        """Record the call."""
-        self.has_ended = True
-        return []
+    def cancel(self, names):
+        """End all tasks."""
+        self.cancelled += names
+        self.states.clear()
+
+    kill = cancel
 
 
-def test_a_probe_is_cancelled_when_the_reader_of_its_output_has_ended():
+def probe_of(client, folder, *, num_nodes=1, report=lambda _: None):
+    """Return a probe that was submitted to a client."""
+    return Probe("7", num_nodes, ProbeFolder(folder / "probe"), client, report, kill_wait_s=1.0)
+
+
+def test_a_probe_is_cancelled_when_the_reader_of_its_output_has_ended(tmp_path):
     """`doctor --probe | head`."""
 
     def say(_):
         raise BrokenPipeError
 
-    probe = Waiting()
+    client = Client()
     with pytest.raises(BrokenPipeError):
-        ProbeRun(probe, notice="USR2", kill_wait_s=1.0, report=say).run(60.0)
-    assert probe.has_ended
+        probe_of(client, tmp_path, report=say).run(60.0)
+    assert client.cancelled == ["7"]
 
 
 def test_a_probe_that_cannot_start_is_reported_with_the_other_findings(tmp_path):
-    """On a full disk: earlier facts are not lost."""
-    probe = Waiting()
-    probe.place = ProbeFolder(tmp_path / "gone")
-    probe.query_tasks = lambda: {0: TaskState("7_0", "RUNNING", node="n0")}
-    found = ProbeRun(probe, notice="USR2", kill_wait_s=1.0, report=lambda _: None).run(60.0)
-    assert "gone" in found.problem and probe.has_ended
+    """On a full disk: earlier facts are not lost, and without a file the tasks are cancelled."""
+    client = Client(0)
+    found = probe_of(client, tmp_path / "gone").run(60.0)
+    assert "gone" in found.problem and client.cancelled == ["7"] and found.leftovers == []
 
 
 def test_a_task_that_does_not_see_new_files_differs_from_one_that_has_failed(tmp_path, monkeypatch):
     """It runs, and has published its address: the cause is the directory, not Python."""
     monkeypatch.setattr(probe_job, "_MEASURE_S", 0.0)
-    probe = Waiting()
-    probe.num_nodes, probe.place = 2, ProbeFolder(tmp_path)
-    probe.query_tasks = lambda: {i: TaskState(f"7_{i}", "RUNNING", node=f"n{i}") for i in (0, 1)}
-    probe.log_tail = lambda _: ""
-    probe.place.write_json(probe.place.peer_file(0), {})
-    found = ProbeRun(probe, notice="USR2", kill_wait_s=1.0, report=lambda _: None).run(60.0)
+    probe = probe_of(Client(0, 1), tmp_path, num_nodes=2)
+    (tmp_path / "probe").mkdir()
+    write_json(tmp_path / "probe" / "peer-0.json", {})
+    found = probe.run(60.0)
     assert found.blind == {0: "n0"} and found.silent.keys() == {1}
-
-
-def test_a_probe_whose_folder_is_full_is_cancelled_all_the_same(tmp_path):
-    """Without the file that ends them, the tasks are cancelled."""
-    cancelled = []
-
-    class Client:
-        def cancel(self, names):
-            cancelled.extend(names)
-
-        kill = cancel
-
-        def tasks(self, _):
-            return {}
-
-    place = ProbeFolder(tmp_path / "gone" / "probe")
-    assert probe_job.ProbeJob("7", 1, place, Client()).cancel() == [] and cancelled == ["7"]
 
 
 @pytest.mark.parametrize("width", [80, 160])

@@ -5,8 +5,14 @@ from dataclasses import asdict, replace
 import pytest
 
 from hpc_elastic.config.schema import RendezvousSettings
-from hpc_elastic.doctor import cluster_checks, node_checks
-from hpc_elastic.doctor.cluster import ClusterFacts, parse_settings, settings_json, slurm_settings
+from hpc_elastic.doctor import node_checks
+from hpc_elastic.doctor.cluster import (
+    ClusterFacts,
+    check_cluster,
+    parse_settings,
+    settings_json,
+    slurm_settings,
+)
 from hpc_elastic.doctor.findings import Verdict, worst_verdict
 from hpc_elastic.doctor.probe_task import FolderFacts, HostFacts, collect_folder_facts
 from hpc_elastic.errors import ConfigError
@@ -54,14 +60,14 @@ def with_config(**changes):
 
 def findings(cluster=CLUSTER, *words):
     """What is said of a cluster, by check."""
-    return {f.check: f for f in cluster_checks.check_cluster(cluster, parse_settings(words))}
+    return {f.check: f for f in check_cluster(cluster, parse_settings(words))}
 
 
 def test_nothing_is_said_against_a_good_cluster():
     """Login node, directory and Slurm."""
     all_of_them = [
         *node_checks.check_host(HOST),
-        *cluster_checks.check_folder(FOLDER, RendezvousSettings()),
+        *node_checks.check_folder(FOLDER, RendezvousSettings()),
         *findings().values(),
     ]
     assert worst_verdict(all_of_them) is Verdict.OK, all_of_them
@@ -227,16 +233,16 @@ def test_another_python_on_the_nodes_is_no_business_of_this_one():
 def test_little_locked_memory_matters_on_nodes_with_infiniband():
     """TCP does without it."""
     node = replace(HOST, limits={"memlock": [65536, 65536]})
-    plain, fast = ({f.check: f for f in node_checks.check_limits("nodes", [h])} for h in (
-        node, replace(node, has_infiniband=True),
-    ))  # fmt: skip
+    hosts = (node, replace(node, has_infiniband=True))
+    said = (node_checks.check_process_environment("nodes", [host]) for host in hosts)
+    plain, fast = ({f.check: f for f in each} for each in said)
     assert plain["nodes.memlock"].verdict is Verdict.OK
     assert fast["nodes.memlock"].verdict is Verdict.WARN
 
 
 def judged(**changes):
     """What is said of a directory that differs from a good one, by check."""
-    said = cluster_checks.check_folder(replace(FOLDER, **changes), RendezvousSettings())
+    said = node_checks.check_folder(replace(FOLDER, **changes), RendezvousSettings())
     return {f.check: f for f in said}
 
 

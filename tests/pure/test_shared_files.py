@@ -52,8 +52,8 @@ READ_BY_THEMSELVES = {
     ),
     "agent/stacks.py": "a file in this node's own memory, and the kernel's",
     **dict.fromkeys(
-        ("doctor/folder_trial.py", "doctor/probe_folder.py", "doctor/probe_job.py",
-         "doctor/probe_task.py"), "the probe's folder, which it has made",
+        ("doctor/probe_files.py", "doctor/probe_job.py", "doctor/probe_task.py"),
+        "the probe's folder, which it has made",
     ),
     **dict.fromkeys(
         ("launcher/user_code.py", "launcher/submit.py", "cli/init.py", "cli/submit.py",

@@ -64,7 +64,7 @@ wait_until = partial(probe_files.wait_until, pause_s=POLL_S)
 
 def submit_probe(
     settings: RunSettings, cluster: ClusterFacts, folder: Path, num_nodes: int, report: Report
-) -> Probe:
+) -> ProbeRun:
     """Submit a probe in the directory to test."""
     own = Path(tempfile.mkdtemp(dir=folder, prefix="hpc-elastic-doctor-"))
     launcher, client = slurm_settings(settings), SiteClient(env=dict(os.environ))
@@ -78,7 +78,7 @@ def submit_probe(
         if isinstance(e, SlurmCommandError):
             raise refusal(e, launcher, client) from e
         raise
-    return Probe(
+    return ProbeRun(
         job_id, num_nodes, ProbeFolder(own / SUBMISSION), client, report, launcher.preempt_signal,
         cluster.kill_wait_s,
     )  # fmt: skip
@@ -128,7 +128,7 @@ def render(
     return batch_script.render(script, read_template(launcher.template))
 
 
-class Probe:
+class ProbeRun:
     """A probe that was submitted, an array with a task for each node: its course and its evidence.
 
     ``notice`` is a signal such as ``USR2``; ``kill_wait_s`` is Slurm's KillWait.

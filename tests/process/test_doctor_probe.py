@@ -23,7 +23,7 @@ from hpc_elastic.doctor.probe_files import (
     survival_times,
     write_json,
 )
-from hpc_elastic.doctor.probe_job import Evidence, NodeEnding, NodeReport, Probe, read_reports
+from hpc_elastic.doctor.probe_job import Evidence, NodeEnding, NodeReport, ProbeRun, read_reports
 from hpc_elastic.doctor.probe_network import (
     CHANGES,
     LinkRace,
@@ -362,7 +362,7 @@ class Client:
 
 def probe_of(client, folder, *, num_nodes=1, report=lambda _: None):
     """Return a probe that was submitted to a client."""
-    return Probe("7", num_nodes, ProbeFolder(folder / "probe"), client, report, kill_wait_s=1.0)
+    return ProbeRun("7", num_nodes, ProbeFolder(folder / "probe"), client, report, kill_wait_s=1.0)
 
 
 def test_a_probe_is_cancelled_when_the_reader_of_its_output_has_ended(tmp_path):

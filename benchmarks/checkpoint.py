@@ -28,8 +28,8 @@ from evidence.machine import package_version
 from evidence.result import Column, Figure, Peer, Result, Table, Target, figure
 from evidence.show import about, options, present
 
-from hpc_elastic.checkpoint.collectives import RankGroup
-from hpc_elastic.checkpoint.samples import Comparer
+from hpc_elastic.checkpoint.equality import Comparer
+from hpc_elastic.checkpoint.owner import RankGroup
 from hpc_elastic.checkpoint.sharding import Planner
 from hpc_elastic.checkpoint.state import flatten
 

@@ -9,24 +9,22 @@
 - `checkpointer`  the user's object, and its options
 - `save`          one save: write, commit, or take back
 - `snapshot`      host buffers
-- `state`         the user's objects as a tree of tensors and values
-- `generators`    the random number generators of a process
+- `state`         the user's objects as a tree of tensors and values, what is trained and missing
+                  there, and the random number generators of a process
 - `sharding`      which rank writes what
-- `equality`      what is stored once is the same on all ranks (pure); `samples` describes a rank's
-- `files`         the file of a rank, which `shard_file` writes past the page cache, and reads
-- `owner`         whose a directory is
-- `forgotten`     what is trained and not in the state
+- `equality`      one checkpoint of what all ranks wrote, where what is stored once is the same
+- `shard_file`    the file of a rank: its layout, written past the page cache, and read
+- `owner`         whose a directory is, and the group of ranks that saves there
 - `store`         the folders of a directory: commit, verification, removal
 - `prune`         which checkpoints go
 - `manifest`      what a checkpoint holds (pure)
 - `restore`       the newest checkpoint that verifies, of this run or another; `resharding` reads it
                   under any mesh
 - `export`        one file for torch.load
-- `memory_tier`   saves in the memory of nodes: `node_memory` a node's folder, `replication` copies
-                  on another node, `gathering` brings a save together again
-- `collectives`   the group of ranks, and tensors exchanged in it
+- `memory_tier`   saves in the memory of nodes; `node_memory` has a node's folder
+                  and copies on another node
 
-`store`, `prune`, `owner`, `manifest` and `equality` need no torch.
+`store`, `prune`, `owner`, `manifest`, `shard_file` and `node_memory` need no torch.
 """
 
 from __future__ import annotations

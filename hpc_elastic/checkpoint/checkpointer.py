@@ -29,18 +29,21 @@ from typing import Any, Literal, SupportsIndex
 
 import torch
 
-from hpc_elastic.checkpoint import forgotten
-from hpc_elastic.checkpoint.collectives import RankGroup
-from hpc_elastic.checkpoint.generators import capture_generators
+from hpc_elastic.checkpoint.equality import Comparer
 from hpc_elastic.checkpoint.memory_tier import MemoryStore, MemoryTier
-from hpc_elastic.checkpoint.owner import Owner, claim
+from hpc_elastic.checkpoint.owner import Owner, RankGroup, claim
 from hpc_elastic.checkpoint.prune import Retention
 from hpc_elastic.checkpoint.restore import Restorer
-from hpc_elastic.checkpoint.samples import Comparer
 from hpc_elastic.checkpoint.save import Save, SaveContext
 from hpc_elastic.checkpoint.sharding import Planner
 from hpc_elastic.checkpoint.snapshot import Snapshots, is_out_of_memory
-from hpc_elastic.checkpoint.state import Flat, RankStates, flatten
+from hpc_elastic.checkpoint.state import (
+    Flat,
+    RankStates,
+    capture_generators,
+    flatten,
+    require_complete,
+)
 from hpc_elastic.checkpoint.store import Cleaner, Store, remember_directory
 from hpc_elastic.errors import (
     CheckpointError,
@@ -494,7 +497,7 @@ class Checkpointer:
         known, num_stepped = self._complete
         now = plan, len(optimizer_steps.stepped_optimizers())
         if self._options.boundary and (plan is not known or now[1] != num_stepped):
-            forgotten.require_complete(self._state, flat.tensors.values())
+            require_complete(self._state, flat.tensors.values())
             self._complete = now
         described = self._comparer.describe(flat, save.number, compare=self._compares)
         self._compares = False

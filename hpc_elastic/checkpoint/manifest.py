@@ -20,7 +20,7 @@ import math
 import re
 import secrets
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, cached_property, partial
@@ -28,16 +28,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from hpc_elastic import tree_codec
-from hpc_elastic.checkpoint.equality import (
-    Described,
-    Remark,
-    key_of,
-    name_ranks,
-    require_alike,
-    value_difference,
-)
-from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from hpc_elastic.errors import CheckpointCorruptError
 from hpc_elastic.shared_files import LATEST_TIME
 
 VERSION = 1
@@ -86,6 +77,23 @@ class FileEntry:
     num_bytes: int
     checksum: str
     """``xxh3_64:`` and sixteen hexadecimal digits."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """What one rank has of that which is stored once."""
+
+    structure: Mapping[str, str]
+    """A checksum of the names, shapes and types of the tensors, by key of the state."""
+    names: tuple[str, ...] = ()
+    """Name, type and shape of each tensor, in order: where they are new, and of rank 0."""
+    samples: str = ""
+    """Of the tensors in the order of their names, as base64; empty if this save compares none."""
+    holders: tuple[int, ...] = ()
+    """The first rank that holds the same part of each of them; -1: it is not compared."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """What is no tensor, by key of the state; with the samples. A checksum stands for what is long
+    (`checksum_mark`)."""
 
 
 @dataclass(frozen=True)
@@ -223,48 +231,6 @@ class Manifest:
         return found
 
 
-def merge(
-    parts: Iterable[RankPart],
-    *,
-    step: int,
-    world_size: int,
-    created: float,
-    remark: Remark = lambda _what, _text: None,
-) -> Manifest:
-    """Make one checkpoint of what all ranks wrote, in any order.
-
-    A box that two ranks wrote is taken from the lower rank. ``remark`` is called with a harmless
-    difference between the ranks; see `require_alike`. Raises CheckpointMismatchError if what is
-    stored once is not the same on all ranks (`equality`), or the values name a tensor that no rank
-    has stored; CheckpointError if a rank's part is missing, or a tensor has a hole or an overlap.
-    """
-    by_rank = {part.rank: part for part in parts}
-    missing = sorted(set(range(world_size)) - set(by_rank))
-    if missing:
-        raise CheckpointError(f"step {step}: no part from rank {name_ranks(missing)}")
-    ordered = [by_rank[rank] for rank in range(world_size)]
-    if ordered[0].described is not None:
-        require_alike({p.rank: p.described for p in ordered if p.described is not None}, remark)
-    alike = set()
-    for key in ordered[0].rank_values.get("values", {}):
-        if difference := _difference(key, ordered):
-            remark(f"state of {key}", difference)
-        else:
-            alike.add(key)
-    rank_values = {}
-    for part in ordered:  # without the values that all ranks share: `Manifest.values` has them
-        own = dict(part.rank_values)
-        own["values"] = {k: v for k, v in own.get("values", {}).items() if k not in alike}
-        rank_values[part.rank] = {kind: values for kind, values in own.items() if values}
-    files = tuple(f for part in ordered for f in part.files)
-    tensors = _merge_tensors([replace(p, tensors=_renamed(p, alike)) for p in ordered])
-    made = Manifest(
-        VERSION, step, world_size, created, files, tensors, ordered[0].values, rank_values
-    )
-    _require_stored(made)
-    return made
-
-
 def own_name(name: str, rank: int) -> str:
     """Return the name of a tensor that each rank has for itself, as a checkpoint has it.
 
@@ -277,88 +243,9 @@ def own_name(name: str, rank: int) -> str:
 _OWN_NAME = re.compile(r"([^/]*)~rank(\d+)((?:/.*)?)", re.DOTALL)
 
 
-def _difference(key: str, parts: Sequence[RankPart]) -> str:
-    """Return the message about an object that has another state on some rank; empty if none."""
-
-    def state(part: RankPart) -> tuple[Any, dict[str, str]]:
-        value = part.rank_values.get("values", {}).get(key)
-        return value, {name: c for name, c in part.own.items() if key_of(name) == key}
-
-    first, others = state(parts[0]), [(part.rank, state(part)) for part in parts[1:]]
-    unlike = [(rank, other) for rank, other in others if other != first]
-    if not unlike:
-        return ""
-    rank, other = unlike[0]
-    if first[0] != other[0]:
-        example = value_difference(key, first[0], other[0], rank)
-    else:
-        names = first[1] | other[1]
-        tensor = min(name for name in names if first[1].get(name) != other[1].get(name))
-        example = f"the tensor {tensor} is another one on rank {rank}"
-    return (
-        f"{key}: its state differs between rank 0 and rank {name_ranks([r for r, _ in unlike])}: "
-        f"{example}. Each rank gets its own back, but only under {len(parts)} ranks. To go on "
-        "under any number of them, make it the same on all before the save (a metric by "
-        "torch.distributed.all_reduce()), or accept rank 0's for all by CheckpointOptions("
-        f"accept_inexact=({key!r},))"
-    )
-
-
-def _renamed(part: RankPart, alike: Collection[str]) -> dict[str, TensorEntry]:
-    """Return the tensors of a part; of those that all ranks have alike, only rank 0's."""
-    tensors = dict(part.tensors)
-    for name in part.own:
-        if key_of(name) in alike:
-            entry = tensors.pop(own_name(name, part.rank))
-            if part.rank == 0:
-                tensors[name] = entry
-    return tensors
-
-
-def _require_stored(manifest: Manifest) -> None:
-    """Refuse a checkpoint whose values name a tensor that is not stored."""
-    for rank, values in manifest.rank_values.items():
-        trees = [tree for kind in OWN_KINDS for tree in values.get(kind, {}).values()]
-        if rank == 0:
-            trees += manifest.values.values()
-        unknown = _tensors_in(trees) - set(manifest.tensors)
-        if lost := unknown and unknown - set(manifest.own_names(rank)):
-            raise CheckpointMismatchError(f"{min(lost)}: rank {rank} has it, but no rank stored it")
-
-
-def _tensors_in(values: Any) -> set[str]:
-    names = set[str]()
-    with _reading("part"):
-        tree_codec.decode(values, lambda _kind, name: names.add(name))
-    return names
-
-
 def checksum_of(data: bytes | memoryview) -> str:
     """Return the checksum of some bytes, as `FileEntry` has it."""
     return f"xxh3_64:{xxhash.xxh3_64_hexdigest(data)}"
-
-
-def _merge_tensors(parts: Sequence[RankPart]) -> dict[str, TensorEntry]:
-    merged: dict[str, TensorEntry] = {}
-    boxes: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], Chunk]] = {}
-    for part in parts:
-        for name, entry in part.tensors.items():
-            first = merged.setdefault(name, entry)
-            if (first.shape, first.dtype) != (entry.shape, entry.dtype):
-                raise CheckpointMismatchError(
-                    f"{name} is {entry.dtype}{list(entry.shape)} on rank {part.rank}, but "
-                    f"{first.dtype}{list(first.shape)} on a lower one"
-                )
-            known = boxes.setdefault(name, {})
-            for chunk in entry.chunks:
-                known.setdefault((chunk.offsets, chunk.sizes), chunk)
-    for name, entry in merged.items():
-        chunks = tuple(boxes[name].values())
-        problem = coverage_problem(entry.shape, chunks)
-        if problem:
-            raise CheckpointError(f"{name}{list(entry.shape)} {problem}")
-        merged[name] = replace(entry, chunks=chunks)
-    return merged
 
 
 _PRIME = (1 << 127) - 1

@@ -1,4 +1,4 @@
-"""Whose a directory of checkpoints is: one run's, whose restarts go on from what is in it.
+"""Who saves: a group of ranks, and the run that owns the directory, whose restarts go on there.
 
     <directory>/owner.json    run, its directory, the keys of its state, since when
 
@@ -15,7 +15,7 @@ last group that opens a directory has it: an earlier one that still lives commit
 What is only read gets no mark.
 
 Directories without a mark, of hpc_elastic 0.2.0, get the mark of the first run that opens them.
-Without torch.
+Nothing here imports torch before it sends something.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable
+import uuid
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hpc_elastic.config.parse import restored
 from hpc_elastic.errors import CheckpointError, ConfigError, InexactError
@@ -43,6 +45,7 @@ from hpc_elastic.shared_files import (
     read_listed,
     write_atomic,
 )
+from hpc_elastic.worker import process_group
 
 MARK = "owner.json"
 NO_RUN = "no run"
@@ -210,3 +213,56 @@ def write(directory: Path, mine: Owner, *, replaces: bool) -> bool:
 def tag(run: str) -> str:
     """Return the hexadecimal digits that stand for a run in the names of its unfinished saves."""
     return hashlib.sha256(run.encode()).hexdigest()[:8]
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """The ranks that save and restore together; every method is for all of them (collective).
+
+    The constructor of a `Checkpointer` and `load_latest` call them; a save needs none.
+
+    Attributes:
+        token: Distinguishes this group's staging folders from those of every other group, of
+            this run or of another: lower-case letters and digits.
+        run: Rank 0's run; `NO_RUN` outside of one.
+    """
+
+    rank: int
+    world_size: int
+    token: str
+    run: str = NO_RUN
+
+    @classmethod
+    def current(cls) -> RankGroup:
+        """Return this process's group: the default process group, or itself alone.
+
+        Raises CheckpointError if there are several ranks, and torch.distributed is not initialised.
+        """
+        size = process_group.size()
+        if size is None and (num_workers := int(os.environ.get("WORLD_SIZE", "1"))) != 1:
+            raise CheckpointError(
+                f"WORLD_SIZE={num_workers}, but there is no process group: make "
+                "the Checkpointer after torch.distributed.init_process_group()"
+            )
+        group = cls(0 if size is None else process_group.rank(), size or 1, "")
+        run = Owner.current().run if group.rank == 0 else ""
+        run, nonce = group.broadcast_json([run, uuid.uuid4().hex[:15]])
+        token = fencing.fencing_token()
+        token = f"p{nonce}" if token is None else f"{token}u{tag(run)}"
+        return cls(group.rank, group.world_size, token, run)
+
+    def broadcast_json(self, value: Any, source: int = 0) -> Any:
+        """Return the value of one rank, which is plain JSON."""
+        return value if self.world_size == 1 else process_group.broadcast_json(value, source)
+
+    def all_agree(self, yes: bool) -> bool:
+        """Return whether all ranks vote yes."""
+        return all(vote for (vote,) in self.gather([int(yes)]))
+
+    def gather(self, row: Sequence[int]) -> list[list[int]]:
+        """Return the row of every rank, by rank; all have the same length, and int64 numbers."""
+        return [list(row)] if self.world_size == 1 else process_group.gather_rows(row)
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Return the value of every rank, by rank; they are plain JSON."""
+        return [value] if self.world_size == 1 else process_group.gather_json(value)

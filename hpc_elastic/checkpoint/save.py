@@ -34,13 +34,12 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hpc_elastic.checkpoint.collectives import RankGroup
-from hpc_elastic.checkpoint.equality import name_ranks
-from hpc_elastic.checkpoint.files import HostSnapshot, write_part, write_text
-from hpc_elastic.checkpoint.manifest import MANIFEST, MANIFEST_BYTES, RankPart, merge
+from hpc_elastic.checkpoint.equality import merge, name_ranks
+from hpc_elastic.checkpoint.manifest import MANIFEST, MANIFEST_BYTES, RankPart
 from hpc_elastic.checkpoint.memory_tier import MemoryStore
-from hpc_elastic.checkpoint.owner import Owner
+from hpc_elastic.checkpoint.owner import Owner, RankGroup
 from hpc_elastic.checkpoint.prune import Retention
+from hpc_elastic.checkpoint.shard_file import HostSnapshot, write_part, write_text
 from hpc_elastic.checkpoint.store import Cleaner, Store
 from hpc_elastic.errors import CheckpointError, CheckpointMismatchError
 from hpc_elastic.run import fencing

@@ -19,8 +19,7 @@ decision:
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
@@ -29,6 +28,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.tensor import DTensor
 
+from hpc_elastic.checkpoint.shard_file import ShardLayout, ShardPiece
 from hpc_elastic.errors import CheckpointError
 
 SPREAD_FROM_BYTES = 64 * 1024
@@ -38,56 +38,15 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes in the whole tensor, in elements."""
 
 
-@dataclass(frozen=True)
-class ShardPiece:
-    """One box of one tensor, which this rank writes.
-
-    Attributes:
-        offsets: Where the box begins in the whole tensor.
-        start: Where the box begins in the tensor that this rank has in memory.
-        is_own: Whether each rank stores its own tensor of that name.
-    """
-
-    fqn: str
-    shape: tuple[int, ...]
-    dtype: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: tuple[int, ...]
-    is_own: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the size of the box in memory."""
-        return prod(self.sizes) * dtype_of(self.dtype).itemsize
-
-    def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the box as a view of the tensor of that name; not always contiguous."""
-        view = local(tensor)
-        if 0 in self.sizes:
-            return view.new_empty(self.sizes)
-        for dim, (start, size) in enumerate(zip(self.start, self.sizes, strict=True)):
-            if size != view.shape[dim]:
-                view = view.narrow(dim, start, size)
-        return view
-
-
-@dataclass(frozen=True)
-class ShardLayout:
-    """What this rank writes, and where each piece stands in the file's data."""
-
-    pieces: tuple[ShardPiece, ...] = ()
-    """In the file's order: no piece needs to be padded to be aligned, the largest come first."""
-    begins: tuple[int, ...] = ()
-    """Bytes from the beginning of the data."""
-    num_bytes: int = 0
-
-    @classmethod
-    def of(cls, pieces: Iterable[ShardPiece]) -> ShardLayout:
-        """Give each piece its place; those of one type and size are in the order of their names."""
-        ordered = sorted(pieces, key=lambda p: (-dtype_of(p.dtype).itemsize, -p.num_bytes, p.fqn))
-        *begins, end = itertools.accumulate((piece.num_bytes for piece in ordered), initial=0)
-        return cls(tuple(ordered), tuple(begins), end)
+def view(piece: ShardPiece, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a box as a view of the tensor of its name; not always contiguous."""
+    mine = local(tensor)
+    if 0 in piece.sizes:
+        return mine.new_empty(piece.sizes)
+    for dim, (start, size) in enumerate(zip(piece.start, piece.sizes, strict=True)):
+        if size != mine.shape[dim]:
+            mine = mine.narrow(dim, start, size)
+    return mine
 
 
 class Planner:

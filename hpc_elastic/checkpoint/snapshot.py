@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 
-from hpc_elastic.checkpoint.files import HostSnapshot
-from hpc_elastic.checkpoint.shard_file import address_of
-from hpc_elastic.checkpoint.sharding import ShardLayout
+from hpc_elastic.checkpoint import sharding
+from hpc_elastic.checkpoint.shard_file import HostSnapshot, ShardLayout, address_of
 from hpc_elastic.checkpoint.state import Flat
 
 _PIECE_BYTES = 64 << 20
@@ -74,7 +73,7 @@ class Snapshots:
             devices = set()
             placed = zip(layout.pieces, layout.begins, self._views_of(memory, layout), strict=True)
             for piece, begin, to in placed:
-                source = piece.view(flat.tensors[piece.fqn])
+                source = sharding.view(piece, flat.tensors[piece.fqn])
                 if source.is_cuda:
                     devices.add(source.device)
                     for part, to_part in _within_pieces(source, to, begin):
@@ -93,7 +92,7 @@ class Snapshots:
         """Return a snapshot in the state's CPU memory: it may not change until that is written."""
         if any(tensor.device.type != "cpu" for tensor in flat.tensors.values()):
             return self.copy(flat, layout)
-        views = [piece.view(flat.tensors[piece.fqn]) for piece in layout.pieces]
+        views = [sharding.view(piece, flat.tensors[piece.fqn]) for piece in layout.pieces]
         tensors = [view.resolve_conj().resolve_neg().contiguous() for view in views]
         data = [_bytes_of(tensor) for tensor in tensors]
         return HostSnapshot(layout, data, flat.values, flat.rank_values, keep=tensors)

@@ -18,16 +18,33 @@ Tensors in such a state belong to the rank too (``Flat.own``): all those of a po
 small ones of another object, for which each rank writes its own until all turn out to be equal. The
 large ones of an object that is no position are stored once, as a model's, and so compared: it may
 be a wrapper of the whole model, and no checkpoint of that is to hold it once for each rank.
+
+The random number generators of the process are each rank's own, too: Python's, NumPy's, torch's on
+CPU and GPUs. A rank that has none in the checkpoint, since the world has grown, gets them from a
+seed that depends on the step, the rank, and rank 0's saved state only: so every restore of that
+checkpoint goes on alike, and no two ranks draw the same numbers.
+
+A model, an optimizer or a schedule that is trained and not in the state begins anew at each
+restart, without an error. So the first save looks for them (`require_complete`). Which optimizers
+have stepped in this process is known, and what belongs to each. It is looked for by the memory of
+the tensors and by the identity of the parameters, so that it may have any name. An object whose
+content is unknown, such as a trainer of the user's with a state_dict() of its own, or a dict with
+tensors, may hold any of them: then nothing is concluded.
 """
 
 from __future__ import annotations
 
+import base64
 import functools
+import hashlib
+import json
 import logging
+import random
+import struct
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -35,12 +52,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 
 from hpc_elastic import tree_codec
 from hpc_elastic.checkpoint import resharding
 from hpc_elastic.checkpoint.manifest import OWN_KINDS, FileEntry, Manifest
 from hpc_elastic.checkpoint.sharding import SPREAD_FROM_BYTES, local
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, ConfigError, InexactError
+from hpc_elastic.worker import optimizer_steps, process_group
 
 _log = logging.getLogger(__name__)
 
@@ -550,3 +569,140 @@ def _undo_casts(optimizer: torch.optim.Optimizer, tree: Mapping[str, Any]) -> No
 
 def _moved(device: torch.device, leaf: Any) -> Any:
     return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def require_complete(state: Mapping[str, object], tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse, by ConfigError, a state, with its tensors, that lacks what this process trains.
+
+    That is a model, an optimizer or a schedule which no object of the state can hold.
+    """
+    stepped = optimizer_steps.stepped_optimizers()
+    if not stepped or not all(_is_known(item) for item in state.values()):
+        return
+    modules = [item for item in state.values() if isinstance(item, torch.nn.Module)]
+    saved = {id(p) for module in modules for p in module.parameters()}
+    memory = {_memory_of(tensor) for tensor in tensors}
+    kept = [item for item in state.values() if isinstance(item, torch.optim.Optimizer)]
+    in_kept = {id(p) for item in kept for p in _parameters(item)}
+    for optimizer in stepped:
+        name = type(optimizer).__name__
+        mine = list(_parameters(optimizer))
+        found = [id(p) in saved or _memory_of(p) in memory for p in mine]
+        if optimizer in kept and not any(found) and not modules:
+            remedy = f"it has no module, whose parameters {name} trains: put the model into it"
+            raise InexactError("state", sorted(state), remedy)
+        if any(found) and not all(found):
+            shapes = [list(p.shape) for p, yes in zip(mine, found, strict=True) if not yes]
+            remedy = (
+                f"{name} trains parameters of the shapes {shapes[:4]} too, which are in no module "
+                "of it: put all modules into it that are trained"
+            )
+            raise InexactError("state", sorted(state), remedy)
+        is_kept = not in_kept.isdisjoint(map(id, mine)) or not memory.isdisjoint(
+            _memory_of(value)
+            for value in tree_codec.leaves(list(optimizer.state.values()))
+            if isinstance(value, torch.Tensor)
+        )
+        if any(found) and not is_kept and any(optimizer.state.values()):
+            remedy = (
+                f"it lacks the {name} that trains its model: put that into it, or its moments are "
+                "lost at each restart"
+            )
+            raise InexactError("state", sorted(state), remedy)
+        if any(found) and not any(isinstance(item, LRScheduler) for item in state.values()):
+            _require_no_schedule(state, optimizer)
+
+
+def _require_no_schedule(state: Mapping[str, object], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse, by ConfigError, a state without the schedule that an optimizer has."""
+    if not any("initial_lr" in group for group in optimizer.param_groups):
+        return  # as a schedule has set it, or a checkpoint from when there was one
+    for schedule in optimizer_steps.live_objects(LRScheduler):
+        if getattr(schedule, "optimizer", None) is optimizer:
+            remedy = (
+                f"it lacks the {type(schedule).__name__} that sets the learning rate of "
+                f"{type(optimizer).__name__}: put that into it, or it begins anew at each restart"
+            )
+            raise InexactError("state", sorted(state), remedy)
+
+
+def _is_known(item: object) -> bool:
+    """Return whether nothing that is trained can be hidden in an object of the state."""
+    kinds = (
+        torch.nn.Module | torch.optim.Optimizer | LRScheduler | torch.Tensor | torch.amp.GradScaler
+    )
+    if isinstance(item, dict):
+        return not any(isinstance(value, torch.Tensor) for value in tree_codec.leaves(item))
+    return isinstance(item, kinds) or type(item).__module__.startswith("hpc_elastic.data.")
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _memory_of(tensor: torch.Tensor) -> Any:
+    """Return what two tensors have in common if, and only if, they share their memory."""
+    return local(tensor).untyped_storage().data_ptr() or id(tensor)
+
+
+def capture_generators() -> dict[str, Any]:
+    """Return the states as JSON.
+
+    NumPy's is its global generator's, if NumPy has been imported; the GPUs', all that this process
+    can see, its own first, if CUDA is in use. Generators that the user made are for the script to
+    save.
+    """
+    version, words, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "python": [version, _base64(struct.pack(f"<{len(words)}I", *words)), gauss],
+        "torch": _base64(bytes(torch.get_rng_state().tolist())),
+    }
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy"] = [name, _base64(keys.astype("<u4").tobytes()), *rest]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        of_gpus, own = torch.cuda.get_rng_state_all(), process_group.gpu().index
+        states["gpus"] = [_base64(bytes(s.tolist())) for s in of_gpus[own:] + of_gpus[:own]]
+    return states
+
+
+def restore_generators(states: Mapping[str, Any]) -> None:
+    """Set the generators as `capture_generators` found them; else CheckpointCorruptError.
+
+    A GPU that there was not then keeps its state, and so does NumPy's if it was not imported.
+    """
+    try:
+        version, words, gauss = states["python"]
+        data = base64.b64decode(words)
+        random.setstate((version, struct.unpack(f"<{len(data) // 4}I", data), gauss))
+        torch.set_rng_state(_tensor(states["torch"]))
+        if "numpy" in states:
+            import numpy as np
+
+            name, keys, *rest = states["numpy"]
+            np.random.set_state((name, np.frombuffer(base64.b64decode(keys), dtype="<u4"), *rest))
+        if states.keys() & {"cuda", "gpus"} and torch.cuda.is_available():
+            count, own = torch.cuda.device_count(), process_group.gpu().index
+            for key, first in (("cuda", 0), ("gpus", own)):  # "cuda": by index, before 0.3
+                for i, text in enumerate(states.get(key, ())[:count]):
+                    torch.cuda.set_rng_state(_tensor(text), (first + i) % count)
+    except (KeyError, TypeError, ValueError, RuntimeError, struct.error) as e:
+        raise CheckpointCorruptError(f"no states of random number generators: {e}") from e
+
+
+def derive_generators(step: int, rank: int, of_first: Mapping[str, Any]) -> None:
+    """Seed the generators of a rank that the checkpoint of a step knows nothing of."""
+    source = json.dumps([step, rank, of_first], sort_keys=True).encode()
+    seed = int.from_bytes(hashlib.sha256(source).digest()[:8], "little")
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8, device="cpu")
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()

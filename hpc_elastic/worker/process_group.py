@@ -1,7 +1,11 @@
-"""torch's default process group, if the script has made one."""
+"""torch's default process group, if the script has made one.
+
+Everything is sent as tensors: torch's object collectives would pickle.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -45,6 +49,52 @@ def broadcast_row(row: Sequence[int]) -> list[int]:
     numbers = torch.tensor(row, dtype=torch.int64, device=device())
     torch.distributed.broadcast(numbers, src=0)
     return [int(number) for number in numbers.tolist()]
+
+
+def gather_rows(row: Sequence[int]) -> list[list[int]]:
+    """Return the row of every rank, by rank; all have the same length, and int64 numbers."""
+    import torch
+
+    mine = torch.tensor(row, dtype=torch.int64, device=device())
+    rows = [torch.empty_like(mine) for _ in range(size() or 1)]
+    torch.distributed.all_gather(rows, mine)
+    return [row.tolist() for row in rows]
+
+
+def broadcast_json(value: Any, source: int) -> Any:
+    """Return the value of one rank, which is plain JSON (collective)."""
+    import torch
+
+    block = _bytes_of(value if rank() == source else None)
+    length = torch.tensor([len(block)], dtype=torch.int64, device=block.device)
+    torch.distributed.broadcast(length, src=source)
+    if rank() != source:
+        block = block.new_empty(int(length.item()))
+    torch.distributed.broadcast(block, src=source)
+    return _value_of(block)
+
+
+def gather_json(value: Any) -> list[Any]:
+    """Return the value of every rank, by rank; they are plain JSON (collective)."""
+    import torch
+
+    mine = _bytes_of(value)
+    counts = [count for (count,) in gather_rows([len(mine)])]
+    padded = torch.nn.functional.pad(mine, (0, max(counts) - len(mine)))
+    blocks = [torch.empty_like(padded) for _ in counts]
+    torch.distributed.all_gather(blocks, padded)
+    return [_value_of(block[:n]) for block, n in zip(blocks, counts, strict=True)]
+
+
+def _bytes_of(value: Any) -> torch.Tensor:
+    import torch
+
+    data = bytearray(json.dumps(value).encode())
+    return torch.frombuffer(data, dtype=torch.uint8).to(device())
+
+
+def _value_of(block: torch.Tensor) -> Any:
+    return json.loads(block.cpu().numpy().tobytes())
 
 
 def device() -> torch.device:

@@ -21,8 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "process"))
 
 from group import SECRET, Group
 
-from hpc_elastic.checkpoint import replication
-from hpc_elastic.checkpoint.node_memory import NodeMemory
+from hpc_elastic.checkpoint.node_memory import COPY_CONTEXT, NodeMemory, Receiver
 from hpc_elastic.ft import messages
 from hpc_elastic.ft.checkpointing import HTTPTransport
 from hpc_elastic.ft.coordination import LighthouseServer
@@ -104,14 +103,14 @@ def heal(where: Where, number: int) -> None:
 
 def receive_copies(folder: Path) -> tuple[object, Where]:
     """Take copies of checkpoints."""
-    server = replication.Receiver(NodeMemory(folder), KEY, ["127.0.0.1"])
+    server = Receiver(NodeMemory(folder), KEY, ["127.0.0.1"])
     return server, list(server.address)
 
 
 def begin_copy(where: Where, number: int) -> None:
     """Connect as a neighbour does."""
-    context = replication._CONTEXT
-    with closing(SignedSocket.connect((where[0], where[1]), KEY, context, timeout_s=PATIENCE_S)):
+    address = where[0], where[1]
+    with closing(SignedSocket.connect(address, KEY, COPY_CONTEXT, timeout_s=PATIENCE_S)):
         pass
 
 

@@ -43,7 +43,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hpc_elastic
 from hpc_elastic import Checkpointer, ElasticSampler
-from hpc_elastic.checkpoint import forgotten, owner
+from hpc_elastic.checkpoint import checkpointer, owner
 from hpc_elastic.checkpoint.checkpointer import CheckpointOptions
 from hpc_elastic.data import plain_loop
 from hpc_elastic.data.audit import audit
@@ -534,7 +534,7 @@ def _sampler_forgotten() -> None:
 
 
 def _optimizer_forgotten() -> None:
-    forgotten.require_complete = lambda *_: None
+    checkpointer.require_complete = lambda *_: None
 
 
 def _any_owner() -> None:

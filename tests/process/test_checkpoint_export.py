@@ -15,8 +15,9 @@ from savers import flip_a_bit, names_in
 
 from hpc_elastic import Checkpointer
 from hpc_elastic.checkpoint import sharding
-from hpc_elastic.checkpoint.files import write_part
-from hpc_elastic.checkpoint.manifest import MANIFEST, merge
+from hpc_elastic.checkpoint.equality import merge
+from hpc_elastic.checkpoint.manifest import MANIFEST
+from hpc_elastic.checkpoint.shard_file import write_part
 from hpc_elastic.checkpoint.snapshot import Snapshots
 from hpc_elastic.checkpoint.state import flatten
 from hpc_elastic.checkpoint.store import Store, directories_of

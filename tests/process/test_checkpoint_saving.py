@@ -18,10 +18,10 @@ from group import eventually
 from savers import Counter, checkpointer, names_in, restored, save_at
 from scarcity import no_thread
 
-from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions, files, shard_file
+from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions, shard_file
 from hpc_elastic.checkpoint import save as save_module
-from hpc_elastic.checkpoint.generators import capture_generators
 from hpc_elastic.checkpoint.shard_file import BlockFile
+from hpc_elastic.checkpoint.state import capture_generators
 from hpc_elastic.checkpoint.store import Store
 from hpc_elastic.errors import CheckpointError, CheckpointFencedError, ConfigError
 from hpc_elastic.worker import reporting, shared_page
@@ -38,8 +38,7 @@ class Disk:
         self.reached = threading.Event()
         self.goes_on = threading.Event()
         write_block = BlockFile.write
-        for module in (shard_file, files):
-            monkeypatch.setattr(module, "BLOCK_BYTES", 1 << 20)
+        monkeypatch.setattr(shard_file, "BLOCK_BYTES", 1 << 20)
 
         def write(file: BlockFile, block: memoryview) -> None:
             write_block(file, block)
@@ -397,14 +396,14 @@ import sys
 from pathlib import Path
 from group import eventually
 from savers import Counter, checkpointer, save_at
-from hpc_elastic.checkpoint import collectives, save
+from hpc_elastic.checkpoint import owner, save
 
 if sys.argv[2] == "of two":  # the other rank is gone
     save.EXIT_TIMEOUT_S = 0.2
-    collectives.RankGroup.current = lambda: collectives.RankGroup(0, 2, "p1")
-    collectives.RankGroup.broadcast_json = lambda self, value, source=0: value
-    collectives.RankGroup.gather = lambda self, row: [list(row)] * 2
-    collectives.RankGroup.gather_json = lambda self, value: [value] * 2
+    owner.RankGroup.current = lambda: owner.RankGroup(0, 2, "p1")
+    owner.RankGroup.broadcast_json = lambda self, value, source=0: value
+    owner.RankGroup.gather = lambda self, row: [list(row)] * 2
+    owner.RankGroup.gather_json = lambda self, value: [value] * 2
 counter = Counter()
 save_at(checkpointer(Path(sys.argv[1]), counter), counter, 1)
 raise SystemExit(7)

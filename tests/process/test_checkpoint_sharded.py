@@ -18,7 +18,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions
-from hpc_elastic.checkpoint.manifest import Chunk, FileEntry, RankPart, TensorEntry, merge
+from hpc_elastic.checkpoint.equality import merge
+from hpc_elastic.checkpoint.manifest import Chunk, FileEntry, RankPart, TensorEntry
 from hpc_elastic.checkpoint.resharding import ManifestReader, read
 from hpc_elastic.checkpoint.sharding import Planner
 from hpc_elastic.errors import CheckpointError

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions, resharding
-from hpc_elastic.checkpoint.files import write_part
-from hpc_elastic.checkpoint.manifest import merge
+from hpc_elastic.checkpoint.equality import merge
+from hpc_elastic.checkpoint.shard_file import write_part
 from hpc_elastic.checkpoint.sharding import ShardLayout, ShardPiece
 from hpc_elastic.checkpoint.snapshot import Snapshots
 from hpc_elastic.checkpoint.state import Flat

@@ -152,7 +152,7 @@ def test_a_history_that_was_given_up_does_not_come_back(tmp_path):
 
 
 def only_what_fits(rank: int, folder: str) -> list[int]:
-    import hpc_elastic.checkpoint.memory_tier as module
+    import hpc_elastic.checkpoint.node_memory as module
 
     module.free_bytes = lambda _: 1 << 20 if rank else 1 << 40
     ckpt, state = parts_of(rank, folder)

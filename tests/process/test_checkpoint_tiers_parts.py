@@ -17,18 +17,19 @@ from group import eventually
 from scarcity import no_descriptors, no_thread
 
 from hpc_elastic.checkpoint import MemoryTier
-from hpc_elastic.checkpoint.gathering import NodeDirectory
 from hpc_elastic.checkpoint.manifest import FileEntry, RankPart, checksum_of
-from hpc_elastic.checkpoint.memory_tier import complete, lacking_room
+from hpc_elastic.checkpoint.memory_tier import NodeDirectory, complete, lacking_room
 from hpc_elastic.checkpoint.node_memory import (
+    COPY_CONTEXT,
     AgentFolder,
     MemorySave,
     NodeMemory,
+    Receiver,
     base_folder,
     free_bytes,
+    push,
     remove_leftovers,
 )
-from hpc_elastic.checkpoint.replication import _CONTEXT, Receiver, push
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, ConfigError
 from hpc_elastic.transport.signed_socket import SignedSocket
 
@@ -92,7 +93,9 @@ def test_a_copy_that_is_not_as_it_should_be_is_refused(tmp_path, memory, receive
     )
     text = dataclasses.replace(made, files=(file,)).to_json()
     message = {"save": [7, 3, 2], "part": text} | change
-    with closing(SignedSocket.connect(receiver.address, KEY, _CONTEXT, timeout_s=20.0)) as sender:
+    with closing(
+        SignedSocket.connect(receiver.address, KEY, COPY_CONTEXT, timeout_s=20.0)
+    ) as sender:
         sender.send(message)
         sender.send_file(io.BytesIO(b"x"), 1)
         assert re.search(why, sender.receive()["problem"])

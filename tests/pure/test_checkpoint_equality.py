@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_elastic.checkpoint.equality import Described, require_alike
-from hpc_elastic.checkpoint.samples import Comparer
+from hpc_elastic.checkpoint.equality import Comparer, require_alike
+from hpc_elastic.checkpoint.manifest import Described
 from hpc_elastic.checkpoint.sharding import Planner
 from hpc_elastic.checkpoint.state import flatten
 from hpc_elastic.errors import CheckpointMismatchError

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_elastic.checkpoint.equality import Described
+from hpc_elastic.checkpoint.equality import merge
 from hpc_elastic.checkpoint.manifest import (  # fmt: skip
     Chunk,
+    Described,
     FileEntry,
     Manifest,
     RankPart,
     TensorEntry,
     coverage_problem,
-    merge,
     own_name,
     seal,
 )

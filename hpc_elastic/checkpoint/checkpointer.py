@@ -39,7 +39,6 @@ from hpc_elastic.checkpoint.sharding import Planner
 from hpc_elastic.checkpoint.snapshot import Snapshots, is_out_of_memory
 from hpc_elastic.checkpoint.state import (
     Flat,
-    RankStates,
     capture_generators,
     flatten,
     require_complete,
@@ -143,10 +142,9 @@ class Checkpointer:
                 raise ConfigError("state", key, "its keys have to be texts")
         self._state = dict(state)
         rule = Retention(keep_last, keep_every)
-        for key in self._options.per_rank:
-            if key not in self._state:
-                remedy = f"the state has {', '.join(self._state)}{near_miss(key, self._state)}"
-                raise ConfigError("per_rank", key, remedy)
+        if unknown := [key for key in self._options.per_rank if key not in self._state]:
+            remedy = f"the state has {', '.join(self._state)}{near_miss(unknown[0], self._state)}"
+            raise ConfigError("per_rank", unknown[0], remedy)
         flat = flatten(self._state, self._options.per_rank)
         self._group = RankGroup.current()
         store = Store(self._find_directory(directory))
@@ -309,21 +307,20 @@ class Checkpointer:
         """
         begin = time.monotonic()
         self._settle()
-        context = self._context
-        group, accepted = self._group, self._options.accept_inexact
-        ranks = RankStates(group.rank, group.world_size, accepted)
+        context, options = self._context, self._options
         restorer = Restorer(
-            context.store, group, ranks, context.damaged, self._memory, self._overwritten
-        )
+            context.store, self._group, context.damaged, self._memory,
+            options.accept_inexact, self._overwritten,
+        )  # fmt: skip
         with reporting.busy():
-            step = restorer.restore(self._state, self._options.strict, with_rng=self._options.rng)
+            step = restorer.restore(self._state, options.strict, with_rng=options.rng)
         self._save = None
         self._newest = _restored[self.directory] = -1 if step is None else step
         self._is_newest_own = True
-        if self._options.boundary:
+        if options.boundary:
             reporting.note_restored(step or 0)
-        if self._options.boundary and (page := reporting.own_page()) is not None:
-            page.report_restored(step, time.monotonic() - begin)
+            if (page := reporting.own_page()) is not None:
+                page.report_restored(step, time.monotonic() - begin)
         return step
 
     @property
@@ -334,7 +331,7 @@ class Checkpointer:
     @property
     def is_idle(self) -> bool:
         """Whether no save is under way on this rank."""
-        return self._save is None or self._save.is_done
+        return self._save is None or self._save.done.is_set()
 
     def wait(self) -> None:
         """Wait until everything is committed.
@@ -376,17 +373,16 @@ class Checkpointer:
     def _claim(self, store: Store) -> Owner:
         """Find whose the directory is, and mark it if it has no owner (every rank; collective).
 
-        Raises ConfigError if it is another's, and the saves of this Checkpointer are boundaries of
-        a run. Others may restore from it; `save` raises it then.
+        If it is another's, a Checkpointer whose saves are no boundaries of a run may still restore.
         """
-        boundary, found = self._options.boundary, dict[str, Any]()
-        owner = Owner(self._group.run, boundary=boundary)
+        boundary, newest, at_once = self._options.boundary, -1, True
+        owner, refusal = Owner(self._group.run, boundary=boundary), None
         if self._group.rank == 0:
-            steps, refusal, at_once = store.steps(), None, True
+            newest = max(store.steps(), default=-1)
             try:
                 owner = Owner.current(self._state, boundary=boundary)
                 verdict = claim(
-                    store.directory, owner, self._options.take_over, has_steps=bool(steps)
+                    store.directory, owner, self._options.take_over, has_steps=newest >= 0
                 )
                 refusal, at_once = verdict.problem, verdict.at_once
             except ConfigError as e:
@@ -394,20 +390,18 @@ class Checkpointer:
             except OSError as e:
                 remedy = f"it cannot be seen whose it is ({e}): see that it can be read"
                 refusal = ConfigError("directory", str(store.directory), remedy)
-            found = {"newest": steps[0] if steps else -1}
-            if refusal is not None:
-                found["refusal"] = [refusal.key, str(refusal.value), refusal.remedy]
-                found["is_inexact"] = isinstance(refusal, InexactError)
-                found["at_once"] = at_once
-        found = self._group.broadcast_json(found)
-        self._newest = int(found["newest"]) if boundary else -1
+        facts = refusal and [refusal.key, str(refusal.value), refusal.remedy]
+        is_inexact = isinstance(refusal, InexactError)
+        newest, facts, is_inexact, at_once = self._group.broadcast_json(
+            [newest, facts, is_inexact, at_once]
+        )
+        self._newest = int(newest) if boundary else -1
         """No save may have an earlier step."""
         self._is_newest_own = self._newest <= _restored.get(store.directory, -1)
         """Whether this training has saved or restored it."""
-        if "refusal" in found:
-            kind = InexactError if found["is_inexact"] else ConfigError
-            refusal = kind(*found["refusal"])
-            if found["at_once"]:
+        if facts:
+            refusal = (InexactError if is_inexact else ConfigError)(*facts)
+            if at_once:
                 raise refusal
             _log.info("%s; it may restore from there, and not save", refusal)
             self._refusal = refusal
@@ -417,8 +411,7 @@ class Checkpointer:
         """Return whether the step is the last one that was saved or restored, and not a later one.
 
         What counts is the same on all ranks: what rank 0 has seen at the construction, what was
-        restored, and the calls of `save`. Raises ConfigError if the directory is another's, or has
-        a later step.
+        restored, and the calls of `save`.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -429,27 +422,25 @@ class Checkpointer:
             self._newest, self._is_newest_own = step, True
             return False
         if not self._is_newest_own:
-            raise InexactError(
-                "step",
-                step,
+            remedy = (
                 f"{self.directory} has a checkpoint of step {self._newest}, which this training "
                 "has not restored, and a restart would go on from that: call load_latest() before "
-                "the first save; or, to begin anew, give another directory, or move that away",
+                "the first save; or, to begin anew, give another directory, or move that away"
             )
+            raise InexactError("step", step, remedy)
         if step < self._newest:
-            raise InexactError(
-                "step",
-                step,
+            remedy = (
                 f"step {self._newest} was saved or restored before, and a restart would go on from "
                 "that: give every save of a Checkpointer the number of optimizer steps done; after "
-                "a return to an earlier state, call load_latest()",
+                "a return to an earlier state, call load_latest()"
             )
+            raise InexactError("step", step, remedy)
         return True
 
     def _finish_earlier(self, save: Save) -> bool:
         """Ensure that no earlier save is under way; return False to skip the new one instead."""
         earlier = self._save
-        if earlier is None or earlier.is_done:
+        if earlier is None or earlier.done.is_set():
             return True
         if save.urgent:
             earlier.abort_if_unfinished()
@@ -463,7 +454,7 @@ class Checkpointer:
             return False
         else:
             _log.debug("step %d waits for step %d to be written", save.step, earlier.step)
-        earlier.wait()
+        earlier.done.wait()
         return True
 
     def _start(self, save: Save, *, blocking: bool) -> bool:
@@ -557,7 +548,7 @@ class Checkpointer:
     def _settle(self) -> None:
         if self._save is not None:
             with reporting.busy():
-                self._save.wait()
+                self._save.done.wait()
 
     def _expected_bytes(self, flat: Flat) -> int:
         """Estimate the size of this rank's part once the optimizers have their states."""
@@ -579,10 +570,8 @@ def _refuse_second(directory: Path, state: Mapping[str, Any], boundary: bool) ->
     At a change of the group a worker stays in the first one's save until it is stopped, so that a
     second one whose saves are boundaries would never save that step: the script would go on from a
     mixed state. Two that save different states to one directory would replace each other's
-    checkpoints.
-
-    In a run, this raises ConfigError if there is such an open one. Outside of a run, where scripts
-    and notebooks open one to look at weights, it returns why it may not save; None if it may.
+    checkpoints. Outside of a run, where scripts and notebooks open one to look at weights, this
+    returns why it may not save; None if it may.
     """
     mine = directory, boundary, tuple(sorted(state))
     in_run = reporting.own_page() is not None
@@ -621,9 +610,6 @@ def _refuse_second(directory: Path, state: Mapping[str, Any], boundary: bool) ->
     if in_run:
         raise refusal
     return refusal
-
-
-# ---- How a Checkpointer works, as its user wishes (pure)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,6 @@ def follow_checkpoints(
         CheckpointError: The checkpoint does not fit the state; the message names the key.
     """
     paths, group = RunDir(Path(run)), RankGroup.current()
-    ranks = RankStates(group.rank, group.world_size, ())
     since, num_failed = time.monotonic(), 0
     while True:
         found = _NONE
@@ -90,7 +89,7 @@ def follow_checkpoints(
             return
         if newest > after:
             try:
-                step = _restore_newest(paths, group, ranks, state, newest)
+                step = _restore_newest(paths, group, state, newest)
             except CheckpointError:
                 num_failed += 1
                 if num_failed == _NUM_ATTEMPTS:
@@ -120,7 +119,7 @@ def _stores(run: RunDir) -> list[Store]:
 
 
 def _restore_newest(
-    run: RunDir, group: RankGroup, ranks: RankStates, state: Mapping[str, Any], newest: int
+    run: RunDir, group: RankGroup, state: Mapping[str, Any], newest: int
 ) -> int | None:
     """Restore the newest checkpoint of the directory that rank 0 has found."""
     store, stored = None, set(state)
@@ -138,7 +137,7 @@ def _restore_newest(
         remedy = f"the keys have to be those of the run's Checkpointer: {', '.join(sorted(stored))}"
         raise ConfigError("state", sorted(set(state) - stored), remedy)
     assert store is not None
-    return Restorer(store, group, ranks, set(), None).restore(state, False, with_rng=False)
+    return Restorer(store, group, set()).restore(state, False, with_rng=False)
 
 
 @dataclass(frozen=True)
@@ -147,20 +146,22 @@ class Restorer:
 
     store: Store
     group: RankGroup
-    ranks: RankStates
     damaged: set[int]
     """Gets the steps that do not verify."""
-    tier: MemoryStore | None
+    tier: MemoryStore | None = None
+    accept_inexact: Container[str] = ()
+    """See `RankStates`."""
     overwritten: set[str] = field(default_factory=set)
     """Has the present tensors with numbers of a checkpoint that is not restored."""
 
     def restore(self, into: Mapping[str, Any], strict: bool, *, with_rng: bool) -> int | None:
         """Fill a state; see `Checkpointer.load_latest` (every rank; collective)."""
         tier, rank = self.tier, self.group.rank
+        ranks = RankStates(self.group, self.accept_inexact)
         self.damaged.clear()
 
         def compare(manifest: Manifest) -> Filling:
-            filling = Filling.of(manifest, into, self.ranks, strict=strict)
+            filling = Filling.of(manifest, into, ranks, strict=strict)
             if lost := sorted(self.overwritten - filling.into.keys()):
                 raise CheckpointError(
                     f"{lost[0]} has numbers of a damaged checkpoint (steps {sorted(self.damaged)}),"
@@ -265,8 +266,9 @@ class Restorer:
             failed.__cause__ = e
         votes = self.group.gather([int(is_damaged), int(failed is not None)])
         if any(damaged for damaged, _ in votes):
-            why = "it does not verify on every rank"
-            raise CheckpointCorruptError(f"{folder} is passed over: {why}")
+            raise CheckpointCorruptError(
+                f"{folder} is passed over: it does not verify on every rank"
+            )
         if any(has_failed for _, has_failed in votes):
             raise failed or CheckpointError(
                 f"another rank could not restore {folder}; its log has the reason"

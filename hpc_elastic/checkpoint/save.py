@@ -99,6 +99,7 @@ class Save:
         folder: Where all ranks write; its name is known to their group only.
         is_stored: Whether it is known to be committed in the shared directory.
         duration_s: How long it took, from the snapshot to its commit.
+        done: Is set once it has ended, well or not.
     """
 
     context: SaveContext
@@ -112,7 +113,7 @@ class Save:
     error: CheckpointError | None = None
     duration_s: float = 0.0
     folder: Path = field(init=False)
-    _done: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
     _aborted: threading.Event = field(default_factory=threading.Event)
     _num_written: int = 0
 
@@ -121,18 +122,9 @@ class Save:
         self.folder = store.staging(self.step, group.token, self.number)
 
     @property
-    def is_done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._done.is_set()
-
-    @property
     def problem(self) -> CheckpointError | None:
         """What went wrong; None for a save that was given up on purpose."""
         return None if isinstance(self.error, AbandonedSaveError) else self.error
-
-    def wait(self) -> None:
-        """Wait until it has ended."""
-        self._done.wait()
 
     def abort_if_unfinished(self) -> None:
         """Give up for an urgent save, unless almost all is written.
@@ -172,10 +164,11 @@ class Save:
 
         An urgent save leaves the removal to the next one.
         """
-        if self.context.group.rank == 0 and self.to_store and not self.urgent:
-            self.context.cleaner.start_removal(self._retire if self.is_stored else lambda: None)
+        context = self.context
+        if context.group.rank == 0 and self.to_store and not self.urgent:
+            context.cleaner.start_removal(self._retire if self.is_stored else lambda: None)
         self.snapshot = None
-        self._done.set()
+        self.done.set()
 
     def _failure(self, why: str) -> CheckpointError:
         directory = self.context.store.directory
@@ -240,13 +233,8 @@ class Save:
                 missing.discard(rank)
             if not missing:
                 break
-        manifest = merge(
-            parts,
-            step=self.step,
-            world_size=world_size,
-            created=time.time(),
-            remark=context.remark,
-        )
+        now, remark = time.time(), context.remark
+        manifest = merge(parts, step=self.step, world_size=world_size, created=now, remark=remark)
         manifest = replace(manifest, run=context.owner.run)
         write_text(self.folder / MANIFEST, manifest.to_json())
         names = self._staged_names()
@@ -313,8 +301,6 @@ class Save:
             _log.debug("removing the checkpoint of step %d", step)
             with contextlib.suppress(OSError):
                 store.set_aside(store.folder(step))
-
-    # ---- the staging folder, as this rank sees it -------------------------------------------
 
     def _staged_names(self) -> set[str]:
         """Return the names in the staging folder; none if it is not there.

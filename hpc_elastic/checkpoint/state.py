@@ -57,6 +57,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hpc_elastic import tree_codec
 from hpc_elastic.checkpoint import resharding
 from hpc_elastic.checkpoint.manifest import OWN_KINDS, FileEntry, Manifest
+from hpc_elastic.checkpoint.owner import RankGroup
 from hpc_elastic.checkpoint.sharding import SPREAD_FROM_BYTES, local
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, ConfigError, InexactError
 from hpc_elastic.worker import optimizer_steps, process_group
@@ -115,20 +116,20 @@ class Flat:
 class RankStates:
     """How states that each rank has for itself are restored on this rank of the present group."""
 
-    rank: int
-    world_size: int
-    accept_inexact: Container[str]
+    group: RankGroup
+    accept_inexact: Container[str] = ()
     """Keys whose objects get rank 0's state under another world size."""
 
     def source(self, manifest: Manifest) -> int:
         """Return the rank whose own values and tensors this one gets."""
-        return self.rank if manifest.world_size == self.world_size else 0
+        return self.group.rank if manifest.world_size == self.group.world_size else 0
 
     def value(self, manifest: Manifest, key: str, item: object) -> Any:
         """Return an object's value for this rank; CheckpointError after another world size."""
         own = _own_value(manifest, self.source(manifest), key)
         is_position = _is_position(item) or _own_value(manifest, 0, key, ["positions"]) is not None
-        if manifest.world_size == self.world_size:
+        world_size = self.group.world_size
+        if manifest.world_size == world_size:
             return manifest.values[key] if own is None else own
         if not is_position and own is None:
             return manifest.values[key]
@@ -137,7 +138,7 @@ class RankStates:
         if has_parts and isinstance(item, torch.nn.Module | torch.optim.Optimizer | torch.Tensor):
             raise CheckpointError(
                 f"{key}: each of {manifest.world_size} ranks has saved its own part of it (per_rank"
-                f"), and {self.world_size} restore it: restore it with {manifest.world_size} ranks"
+                f"), and {world_size} restore it: restore it with {manifest.world_size} ranks"
             )
         if key in self.accept_inexact:
             _log.warning("%s: every rank gets the state that rank 0's %s had", key, kind)
@@ -145,7 +146,7 @@ class RankStates:
         what = "is one rank's position in its data" if is_position else "was another on each rank"
         raise CheckpointError(
             f"{key}: the state of {kind} {what}, and {manifest.world_size} ranks saved it, but "
-            f"{self.world_size} restore it: samples would be trained twice or never. Train with "
+            f"{world_size} restore it: samples would be trained twice or never. Train with "
             "hpc_elastic.data.ElasticSampler or ElasticStream, which fit any number of ranks, and "
             "put that into the state; or accept rank 0's state for all by "
             f"CheckpointOptions(accept_inexact=({key!r},))"

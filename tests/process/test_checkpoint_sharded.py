@@ -21,7 +21,7 @@ from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions
 from hpc_elastic.checkpoint.equality import merge
 from hpc_elastic.checkpoint.manifest import Chunk, FileEntry, RankPart, TensorEntry
 from hpc_elastic.checkpoint.resharding import ManifestReader, read
-from hpc_elastic.checkpoint.sharding import Planner
+from hpc_elastic.checkpoint.sharding import Planner, view
 from hpc_elastic.errors import CheckpointError
 
 SHAPES = {"a": (10, 6), "b": (3, 5), "c": (1, 7, 4), "d": (64, 1024), "e": (), "f": (0, 4)}
@@ -38,7 +38,7 @@ def write(folder: Path, rank: int, world_size: int, tensors: dict[str, torch.Ten
     """Write this rank's part of a state with the safetensors library."""
     pieces = Planner(rank, world_size).plan(tensors).pieces
     name = f"shard-{rank}.safetensors"
-    boxes = {f"{p.fqn}{p.offsets}": p.view(tensors[p.fqn]).contiguous() for p in pieces}
+    boxes = {f"{p.fqn}{p.offsets}": view(p, tensors[p.fqn]).contiguous() for p in pieces}
     save_file(boxes, folder / name)
     entries = {}
     for p in pieces:

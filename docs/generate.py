@@ -7,12 +7,13 @@ Tests compare the pages with what this writes.
 
 from __future__ import annotations
 
+import ast
 import inspect
-import re
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import Field as DataclassField
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -217,10 +218,21 @@ def _object(heading: str, made_of: type) -> str:
 
 
 def attributes(made_of: type) -> Iterator[tuple[str, str]]:
-    """Yield the attributes that a class's docstring describes, each with its meaning."""
-    described = (inspect.getdoc(made_of) or "").partition("Attributes:\n")[2]
-    for name, meaning in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", described, re.MULTILINE):
-        yield name, _in_json(" ".join(meaning.split()))
+    """Yield the fields of a class, each with its meaning: the comment behind it, or the text below.
+
+    A comment begins with a small letter, and has no full stop.
+    """
+    lines, _ = inspect.getsourcelines(made_of)
+    (definition,) = ast.parse("".join(lines)).body
+    assert isinstance(definition, ast.ClassDef)
+    for field, below in pairwise([*definition.body, None]):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+            continue
+        meaning = lines[(field.end_lineno or 0) - 1].rstrip().partition("  # ")[2]
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            yield field.target.id, _in_json(" ".join(str(below.value.value).split()))
+        elif meaning:
+            yield field.target.id, _in_json(f"{meaning[0].upper()}{meaning[1:]}.")
 
 
 def _in_json(meaning: str) -> str:

@@ -24,10 +24,8 @@ from hpc_elastic.shared_files import read_json
 if TYPE_CHECKING:
     import pandas
 
-_SHARE = 10
-"""At most a tenth of the time is spent on reading a run."""
-_UNREADABLE_S = 12.0
-"""Time after which a run that cannot be read is shown no further."""
+_SHARE = 10  # at most a tenth of the time is spent on reading a run
+_UNREADABLE_S = 12.0  # time after which a run that cannot be read is shown no further
 
 
 def progress(run_dir: Path) -> pandas.DataFrame:

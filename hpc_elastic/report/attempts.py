@@ -33,36 +33,27 @@ _TIME = itemgetter("time")
 
 @dataclass(eq=False)
 class TaskAttempt:
-    """One attempt of one task on a node; times in Unix seconds. ``host`` is empty if unknown.
-
-    Attributes:
-        attempt: Number of requeues before it.
-        begin: Start of its process; None if it has written no event of its start.
-        joined: When it first asked to join a round; None if it never did.
-        notice: The preemption notice; that of its agent, if there is one.
-        preempted_by: The user who preempted its node by a command; empty if none did.
-        given_for: The job for which its node was given back; empty if it was not.
-        ends: Events of its end, its own and those of leaders, by kind, in order of time. A leader
-            that lost its own connections reports members of later rounds as lost.
-        lost_at: When it was reported lost, if nothing shows that it came back; else None.
-        stopped: Round -> event that its workers were stopped.
-        first_steps: Round -> event of its workers' first step.
-    """
+    """One attempt of one task on a node; times in Unix seconds. ``host`` is empty if unknown."""
 
     task: str
-    attempt: int
+    attempt: int  # number of requeues before it
     host: str = ""
-    begin: float | None = None
+    begin: float | None = None  # start of its process; None if it has written no event of its start
     started: float | None = None
-    joined: float | None = None
+    joined: float | None = None  # when it first asked to join a round; None if it never did
     last: float = -math.inf
-    notice: Event | None = None
-    preempted_by: str = ""
-    given_for: str = ""
+    notice: Event | None = None  # the preemption notice; that of its agent, if there is one
+    preempted_by: str = ""  # the user who preempted its node by a command; empty if none did
+    given_for: str = ""  # the job for which its node was given back; empty if it was not
     ends: dict[str, list[Event]] = field(default_factory=lambda: defaultdict(list))
+    """Events of its end, its own and those of leaders, by kind, in order of time. A leader that
+    lost its own connections reports members of later rounds as lost."""
     lost_at: float | None = None
+    """When it was reported lost, if nothing shows that it came back; else None."""
     stopped: dict[int, Event] = field(default_factory=dict)
+    """Round -> event that its workers were stopped."""
     first_steps: dict[int, Event] = field(default_factory=dict)
+    """Round -> event of its workers' first step."""
 
     def add(self, event: Event) -> None:
         """Add an event that concerns it."""
@@ -122,24 +113,17 @@ def _is_of_many(event: Event) -> bool:
 
 @dataclass(frozen=True)
 class Round:
-    """One agreement on the group.
+    """One agreement on the group."""
 
-    Attributes:
-        number: Its number, from 1 on.
-        term: Of the leader that closed it.
-        members: Its members by group rank.
-        placed: With ft=true: tasks whose workers start; else None.
-        over: When it was stopped, its leader was replaced, or another round or the end of the run
-            followed; infinity if it goes on.
-    """
-
-    number: int
+    number: int  # its number, from 1 on
     time: float
-    term: int
-    members: tuple[TaskAttempt, ...]
+    term: int  # of the leader that closed it
+    members: tuple[TaskAttempt, ...]  # its members by group rank
     world_size: int
-    placed: frozenset[str] | None
+    placed: frozenset[str] | None  # with ft=true: tasks whose workers start; else None
     over: float
+    """When it was stopped, its leader was replaced, or another round or the end of the run
+    followed; infinity if it goes on."""
 
 
 class EventIndex:
@@ -165,8 +149,7 @@ class EventIndex:
                 newest.add(event)
         self.has_replicas = any("placed" in event for event in self.of("round"))
         """Whether each node is a replica (``ft=true``)."""
-        self.rounds = self._parse_rounds()
-        """The rounds, by number."""
+        self.rounds = self._parse_rounds()  # the rounds, by number
 
     def _newest(self, task: str) -> TaskAttempt | None:
         """Return the attempt of a task that was seen last; None before the first."""

@@ -28,12 +28,10 @@ Points = Sequence[tuple[Any, ...]]
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing is fetched
 _COLUMNS, _MARKS = 800, 200
 """Points of a line, and marks beside each other, that are distinct to the eye."""
-MOST_LANES = 150
-"""Largest number of nodes that are drawn."""
+MOST_LANES = 150  # largest number of nodes that are drawn
 _LANE = ((20, 20), (40, 13), (MOST_LANES, 7))
 """Largest number of lanes -> height of a lane in pixels."""
-LOST = ("node_lost", "agent_failed", "silence")
-"""Ends of attempts that had no time to save."""
+LOST = ("node_lost", "agent_failed", "silence")  # ends of attempts that had no time to save
 _CROSS = "M-1,-1L1,1M1,-1L-1,1"
 
 
@@ -105,8 +103,7 @@ def _kinds() -> Spec:
 # ---- the timeline of nodes ----------------------------------------------------------------
 
 
-Lanes = Mapping[tuple[str, str], str]
-"""Host and task -> the name of its lane, in order."""
+Lanes = Mapping[tuple[str, str], str]  # host and task -> the name of its lane, in order
 
 
 def lanes_of(report: Values) -> Lanes:
@@ -472,8 +469,7 @@ def config(theme: str) -> dict[str, Any]:
 # ---- thinning of long histories, without a visible change
 
 
-Stretch = Mapping[str, Any]
-"""``begin``, ``end`` and ``kind``."""
+Stretch = Mapping[str, Any]  # ``begin``, ``end`` and ``kind``
 
 
 def thinned_stretches(intervals: Iterable[Stretch], shortest_s: float) -> list[Stretch]:

@@ -41,73 +41,59 @@ from hpc_elastic.slurm.run_tasks import current_names
 
 @dataclass(frozen=True)
 class RunTask:
-    """One node's task; ``attempt`` is None if it never started.
-
-    Attributes:
-        state: The scheduler's term; None if it does not list the task, or does not answer.
-        reason: Reason of the state; without a state, how its last attempt ended (`NodeTime`).
-            None if there is none.
-        ranks: The first and the last rank of its workers; None if it is not in the group.
-        time_left_s: What is left of its time limit; None if it has none, or does not run.
-        starts_in_s: While it is pending, when it may start; None if unknown.
-        last_known: If the scheduler does not answer: ``running``, ``never started``, or how its
-            last attempt ended; else None.
-    """
+    """One node's task; ``attempt`` is None if it never started."""
 
     task: str
     slot: int
-    state: str | None
+    state: str | None  # the scheduler's term; None if it does not list the task, or does not answer
     reason: str | None = None
+    """Reason of the state; without a state, how its last attempt ended (`NodeTime`). None if there
+    is none."""
     node: str | None = None
     attempt: int | None = None
     ranks: tuple[int, int] | None = None
+    """The first and the last rank of its workers; None if it is not in the group."""
     time_left_s: float | None = None
-    starts_in_s: float | None = None
+    """What is left of its time limit; None if it has none, or does not run."""
+    starts_in_s: float | None = None  # while it is pending, when it may start; None if unknown
     last_known: str | None = None
+    """If the scheduler does not answer: ``running``, ``never started``, or how its last attempt
+    ended; else None."""
 
 
 @dataclass(frozen=True)
 class NewestCheckpoint:
-    """The newest checkpoint.
-
-    Attributes:
-        time: When it was committed, in Unix seconds; if its files are elsewhere, when the leader
-            first knew of it.
-        kept: Number of checkpoints in the run's directories.
-    """
+    """The newest checkpoint."""
 
     step: int
     time: float
-    kept: int
+    """When it was committed, in Unix seconds; if its files are elsewhere, when the leader first
+    knew of it."""
+    kept: int  # number of checkpoints in the run's directories
 
 
 @dataclass(frozen=True)
 class RunDetails:
-    """A run at one moment, in detail.
-
-    Attributes:
-        nodes: Nodes of the group now, and the fewest and most it may have; None if unknown.
-        status: The last state of the group, with what is known of earlier ones; None if there is
-            none.
-        departures: Number of ended attempts of tasks by how they ended (`NodeTime`).
-        notes: What cannot be found out, and why.
-        next_node: When its next node is expected; None if no task waits, or none is needed.
-    """
+    """A run at one moment, in detail."""
 
     view: RunView
     label: str
     nodes: tuple[int, int, int] | None
+    """Nodes of the group now, and the fewest and most it may have; None if unknown."""
     status: Point | None
+    """The last state of the group, with what is known of earlier ones; None if there is none."""
     round: int
     tasks: Sequence[RunTask]
     pace: Rates
     saved: NewestCheckpoint | None
     departures: Mapping[str, int]
+    """Number of ended attempts of tasks by how they ended (`NodeTime`)."""
     account: Account
     history: EventIndex
     points: Sequence[Point]
-    notes: Sequence[str]
+    notes: Sequence[str]  # what cannot be found out, and why
     next_node: ExpectedStart | None = None
+    """When its next node is expected; None if no task waits, or none is needed."""
 
     @property
     def run_id(self) -> str:

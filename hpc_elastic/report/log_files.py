@@ -45,23 +45,18 @@ _NAME = re.compile(r"round-(\d+)\.rank-(\d+)\.(out|err)")
 
 @dataclass(frozen=True)
 class LogSource:
-    """One log file.
-
-    Attributes:
-        stream: ``agent``: the log of the agent; ``slurm``, ``local``: output of the task that the
-            launcher of that name has captured.
-        attempt: The attempt; None for ``slurm`` and ``local``: all attempts write to one file.
-        round: The round; None for ``agent``, ``slurm`` and ``local``.
-        host: The node; empty if it is unknown, or not the same for all attempts.
-    """
+    """One log file."""
 
     path: Path
     stream: Stream
+    """``agent``: the log of the agent; ``slurm``, ``local``: output of the task that the launcher
+    of that name has captured."""
     task: str
     attempt: int | None = None
-    round: int | None = None
+    """The attempt; None for ``slurm`` and ``local``: all attempts write to one file."""
+    round: int | None = None  # the round; None for ``agent``, ``slurm`` and ``local``
     rank: int | None = None
-    host: str = ""
+    host: str = ""  # the node; empty if it is unknown, or not the same for all attempts
 
     @property
     def is_worker(self) -> bool:
@@ -77,18 +72,12 @@ class LogSource:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line of a log file.
+    """One line of a log file."""
 
-    Attributes:
-        time: When it was written, in Unix seconds; not before the line above it.
-        text: The line as it was written, without its end; `cleaned` removes control characters.
-        timed: Whether the time is from the index, and not that of the file's last change.
-    """
-
-    time: float
+    time: float  # when it was written, in Unix seconds; not before the line above it
     source: LogSource
-    text: str
-    timed: bool = True
+    text: str  # the line as it was written, without its end; `cleaned` removes control characters
+    timed: bool = True  # whether the time is from the index, and not that of the file's last change
 
 
 Keep = Callable[[LogLine], bool]
@@ -196,12 +185,9 @@ def merge(streams: Iterable[tuple[float, Iterator[LogLine]]]) -> Iterator[LogLin
 
 
 BLOCK = 1 << 16
-_LATE_S = 60.0
-"""Largest error of the clock of a file server, which dates files."""
-_TICK_S = 1.0
-"""Resolution of a file server's dates: two changes within it may have the same date."""
-_LONGEST_BACK = 256 << 20
-"""Number of bytes in which the start of one line is searched for."""
+_LATE_S = 60.0  # largest error of the clock of a file server, which dates files
+_TICK_S = 1.0  # resolution of a file server's dates: two changes within it may have the same date
+_LONGEST_BACK = 256 << 20  # number of bytes in which the start of one line is searched for
 
 
 class Discovery:
@@ -301,8 +287,7 @@ class LogReader:
 
     def __init__(self, source: LogSource, offset: int = 0) -> None:
         self.source = source
-        self.offset = offset
-        """Number of bytes that were read; a line without an end is held back."""
+        self.offset = offset  # number of bytes that were read; a line without an end is held back
         self.index = Index(source.path)
         self._splitter = Splitter(offset)
         self._last = 0.0
@@ -470,25 +455,18 @@ def _data_after(path: Path, offset: int) -> int:
 # present state of a progress bar, which may end after hours, is returned now and then.
 
 
-SETTLE_S = 0.5
-"""Time for which a followed line waits for earlier lines of other files."""
-INDEX_WAIT_S = 1.0
-"""Time for which a followed line waits for its time in the index."""
-_FIND_S = 0.5
-"""Interval of searches for new files."""
-_BAR_S = 10.0
-"""Interval of returned states of a progress bar."""
-_IDLE_S = 0.5
-"""Longest interval of reads of a file that does not grow."""
+SETTLE_S = 0.5  # time for which a followed line waits for earlier lines of other files
+INDEX_WAIT_S = 1.0  # time for which a followed line waits for its time in the index
+_FIND_S = 0.5  # interval of searches for new files
+_BAR_S = 10.0  # interval of returned states of a progress bar
+_IDLE_S = 0.5  # longest interval of reads of a file that does not grow
 _SHARE = 10
 """At most a tenth of the time is spent on searching files, and as much on checking their sizes."""
 _OVER_AFTER_S = 5.0
 """Time after which a file is closed that does not grow, if its task writes a newer one."""
 
-_LINES_A_POLL = 10_000
-"""Lines of one file in one poll, so that the other files are not delayed."""
-_BYTES_A_POLL = 64 << 20
-"""Bytes of one file in one poll: they are in memory."""
+_LINES_A_POLL = 10_000  # lines of one file in one poll, so that the other files are not delayed
+_BYTES_A_POLL = 64 << 20  # bytes of one file in one poll: they are in memory
 
 
 class Follower:
@@ -571,8 +549,7 @@ class _Followed:
     def __init__(self, source: LogSource, offset: int = 0) -> None:
         self.reader = LogReader(source, offset)
         self.is_closed = False
-        self.read_at = 0.0
-        """Time of the next read, in monotonic seconds."""
+        self.read_at = 0.0  # time of the next read, in monotonic seconds
         self.grew_at = time.monotonic()
         self._waits_since: float | None = None
         self._bar, self._bar_at = "", time.monotonic()
@@ -671,8 +648,7 @@ def newest_of_tasks(sources: Iterable[LogSource]) -> dict[str, LogSource]:
 # ---- from bytes to lines (pure)
 
 
-MAX_LINE = 1 << 16
-"""Bytes of a line; a longer line is split."""
+MAX_LINE = 1 << 16  # bytes of a line; a longer line is split
 
 
 class Splitter:

@@ -31,17 +31,11 @@ _BEGIN, _END = attrgetter("begin"), attrgetter("end")
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A stretch of time.
+    """A stretch of time."""
 
-    Attributes:
-        begin: Unix seconds.
-        end: Unix seconds.
-        kind: What the node time was spent on: one of `KINDS`.
-    """
-
-    begin: float
-    end: float
-    kind: str
+    begin: float  # Unix seconds
+    end: float  # Unix seconds
+    kind: str  # what the node time was spent on: one of `KINDS`
 
     @property
     def length_s(self) -> float:
@@ -51,73 +45,48 @@ class Interval:
 
 @dataclass(frozen=True)
 class NodeTime:
-    """One attempt of one task, and where its time went.
+    """One attempt of one task, and where its time went."""
 
-    Attributes:
-        task: Its name.
-        attempt: Number of requeues before it.
-        host: Its node.
-        begin: Start of its process, in Unix seconds.
-        end: Unix seconds; now, if it goes on.
-        ended_by: ``preempted``, ``requeued``, ``cancelled`` or what else SIGTERM meant (`means` of
-            the event `task_exited`; ``signal`` if unknown); ``time_limit``, ``asked``;
-            ``agent_failed``; ``nodes_requeued``; ``node_lost``: the group lost it; ``silence``: no
-            event of its end; ``end``: of the run. None: it goes on.
-        intervals: In order, without gaps.
-    """
-
-    task: str
-    attempt: int
-    host: str
-    begin: float
-    end: float
+    task: str  # its name
+    attempt: int  # number of requeues before it
+    host: str  # its node
+    begin: float  # start of its process, in Unix seconds
+    end: float  # Unix seconds; now, if it goes on
     ended_by: str | None
-    intervals: tuple[Interval, ...]
+    """``preempted``, ``requeued``, ``cancelled`` or what else SIGTERM meant (`means` of the event
+    `task_exited`; ``signal`` if unknown); ``time_limit``, ``asked``; ``agent_failed``;
+    ``nodes_requeued``; ``node_lost``: the group lost it; ``silence``: no event of its end; ``end``:
+    of the run. None: it goes on."""
+    intervals: tuple[Interval, ...]  # in order, without gaps
 
 
 @dataclass(frozen=True)
 class Size:
-    """The size of the group from some time on.
+    """The size of the group from some time on."""
 
-    Attributes:
-        time: From when on, in Unix seconds.
-        nodes: Its nodes; 0 while it forms again, or is over.
-        world_size: Its workers.
-    """
-
-    time: float
-    nodes: int
-    world_size: int
+    time: float  # from when on, in Unix seconds
+    nodes: int  # its nodes; 0 while it forms again, or is over
+    world_size: int  # its workers
 
 
 @dataclass(frozen=True)
 class GivenBack:
-    """What a run gave back for jobs of others (``launcher.give_way``).
+    """What a run gave back for jobs of others (``launcher.give_way``)."""
 
-    Attributes:
-        jobs: Number of these jobs.
-        nodes: Number of times that a node was left for one.
-        node_s: Node-seconds from then until the tasks had nodes again, or until now.
-    """
-
-    jobs: int = 0
-    nodes: int = 0
-    node_s: float = 0.0
+    jobs: int = 0  # number of these jobs
+    nodes: int = 0  # number of times that a node was left for one
+    node_s: float = 0.0  # node-seconds from then until the tasks had nodes again, or until now
 
 
 @dataclass(frozen=True)
 class Account:
-    """Where the time of a run went, by attempts in order of their beginning.
-
-    Attributes:
-        queued: By task, the time that it waited for a node, as intervals of kind ``queue``.
-        counted: Whether any step is known; without one, goodput is unknown.
-    """
+    """Where the time of a run went, by attempts in order of their beginning."""
 
     nodes: tuple[NodeTime, ...]
     queued: Mapping[str, tuple[Interval, ...]] = field(default_factory=dict)
+    """By task, the time that it waited for a node, as intervals of kind ``queue``."""
     sizes: tuple[Size, ...] = ()
-    counted: bool = False
+    counted: bool = False  # whether any step is known; without one, goodput is unknown
     given_back: GivenBack = field(default_factory=GivenBack)
 
     @cached_property
@@ -243,23 +212,18 @@ def _attempts(
 
 @dataclass(frozen=True)
 class _Trained:
-    """One round, and when it trained.
-
-    Attributes:
-        first_steps: The event of the first step of each member whose workers have made one; of a
-            replica, the last that it made during the round.
-        going_on: Members whose workers trained in the round before, and go on (``ft``).
-        trains_from: When its first node made a step; None if none did.
-        still_trains: Whether it trains from its beginning, by such members.
-    """
+    """One round, and when it trained."""
 
     round: Round
     members: frozenset[TaskAttempt]
     end: float
     first_steps: Mapping[TaskAttempt, Event]
+    """The event of the first step of each member whose workers have made one; of a replica, the
+    last that it made during the round."""
     going_on: frozenset[TaskAttempt]
-    trains_from: float | None
-    still_trains: bool
+    """Members whose workers trained in the round before, and go on (``ft``)."""
+    trains_from: float | None  # when its first node made a step; None if none did
+    still_trains: bool  # whether it trains from its beginning, by such members
 
 
 def _rounds(history: EventIndex, now: float) -> list[_Trained]:

@@ -28,8 +28,7 @@ from hpc_elastic.report import charts
 from hpc_elastic.report.run_view import CANCELLED, LOST
 from hpc_elastic.report.timeline import lost_steps
 
-SHOWN_AT_ONCE = 12
-"""Length of lists that are shown unfolded."""
+SHOWN_AT_ONCE = 12  # length of lists that are shown unfolded
 
 
 def html(report: Mapping[str, Any]) -> str:

@@ -20,49 +20,31 @@ _RECENT_S = 300.0
 _FEWEST, _MOST = 5, 60
 _MOST_POINTS = 1_000_000
 """Number of points of a run that are kept, the newest: they are all in memory."""
-_LARGEST = 1e300
-"""No value is as large; an integer beyond it is no float."""
+_LARGEST = 1e300  # no value is as large; an integer beyond it is no float
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The group at one moment, as its leader wrote it; None for unknown values.
+    """The group at one moment, as its leader wrote it; None for unknown values."""
 
-    Attributes:
-        time: Unix seconds, by the leader's clock.
-        phase: ``waiting``, ``training``, ``requeued``, ``succeeded`` or ``failed``.
-        round: Number of the last round.
-        nodes: Number of its members; 0 while the group forms.
-        world_size: Number of their workers.
-        step: The last step that a worker has reported.
-        total_steps: The last step of the training.
-        samples: Samples trained so far, as the script reports them.
-        loss: Loss of the first rank.
-        blocked_s: Seconds for which checkpoints have blocked the workers of this round.
-        checkpoint: The last step whose checkpoint was announced.
-        steps_per_s: Steps a second over the half minute before.
-        samples_per_s: Samples a second over the half minute before.
-        gpu_use: Share of time in which a kernel ran; the mean of the group's GPUs.
-        gpu_memory: The used share of memory of the group's fullest GPU.
-        metrics: Values of the script's own, of the first rank.
-    """
-
-    time: float
-    phase: str = TRAINING
-    round: int = 0
-    nodes: int = 0
-    world_size: int = 0
-    step: int | None = None
-    total_steps: int | None = None
-    samples: int | None = None
-    loss: float | None = None
-    blocked_s: float = 0.0
-    checkpoint: int | None = None
-    steps_per_s: float | None = None
-    samples_per_s: float | None = None
+    time: float  # Unix seconds, by the leader's clock
+    phase: str = TRAINING  # ``waiting``, ``training``, ``requeued``, ``succeeded`` or ``failed``
+    round: int = 0  # number of the last round
+    nodes: int = 0  # number of its members; 0 while the group forms
+    world_size: int = 0  # number of their workers
+    step: int | None = None  # the last step that a worker has reported
+    total_steps: int | None = None  # the last step of the training
+    samples: int | None = None  # samples trained so far, as the script reports them
+    loss: float | None = None  # loss of the first rank
+    blocked_s: float = 0.0  # seconds for which checkpoints have blocked the workers of this round
+    checkpoint: int | None = None  # the last step whose checkpoint was announced
+    steps_per_s: float | None = None  # steps a second over the half minute before
+    samples_per_s: float | None = None  # samples a second over the half minute before
     gpu_use: float | None = None
-    gpu_memory: float | None = None
+    """Share of time in which a kernel ran; the mean of the group's GPUs."""
+    gpu_memory: float | None = None  # the used share of memory of the group's fullest GPU
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Values of the script's own, of the first rank."""
 
     @classmethod
     def of(cls, line: Mapping[str, Any], time: float) -> Point:

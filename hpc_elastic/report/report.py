@@ -22,223 +22,136 @@ from hpc_elastic.report.progress_log import TRAINING, Point
 from hpc_elastic.report.sentences import sentence
 from hpc_elastic.report.timeline import TimelineEntry
 
-VERSION = 1
-"""It changes when a key changes its meaning or is removed, not when one is added."""
+VERSION = 1  # it changes when a key changes its meaning or is removed, not when one is added
 
 _CHANGES = ("grew", "shrank", "changed", "restarted", "stopped", "resumed")
-_ALONE = ("task_exited", "agent_failed")
-"""Nodes that were not in the group."""
+_ALONE = ("task_exited", "agent_failed")  # nodes that were not in the group
 _COMING = ("arrived", "returned")
-_FEWEST_SAMPLES = 10
-"""Measurements of the GPUs' use that are enough to judge it."""
-_PAYS = ("useful", "checkpoint")
-"""Node time that is no cost of a change."""
+_FEWEST_SAMPLES = 10  # measurements of the GPUs' use that are enough to judge it
+_PAYS = ("useful", "checkpoint")  # node time that is no cost of a change
 
 
 @dataclass(frozen=True)
 class About:
-    """The run as a whole; times in Unix seconds, None for unknown values.
+    """The run as a whole; times in Unix seconds, None for unknown values."""
 
-    Attributes:
-        run_id: Its id.
-        directory: The run directory.
-        overrides: Overrides of the command line.
-        launcher: ``slurm``, ``local`` or ``unknown``.
-        ft: Whether each node is a replica that is not stopped when others come and go.
-        phase: What it is doing, as in `hpc-elastic status`.
-        submitted: When it was submitted.
-        until: When it ended; if it goes on, when the report was made.
-        ended: ``status``, ``time``, ``why`` and ``failure``; None: it goes on.
-        min_nodes: Fewest nodes with which it trains.
-        max_nodes: Most nodes.
-        restarts: Restarts that failures of workers have spent.
-        max_restarts: Restarts that are allowed.
-        rounds: Number of rounds.
-        step: The last known step.
-        total_steps: The last step of the training.
-        samples: Samples trained so far.
-        loss: The last loss.
-        steps_per_s: Pace over the last minutes; None unless it trains now.
-        remaining_s: Seconds until ``total_steps``, at this pace.
-    """
-
-    run_id: str
-    directory: str
-    overrides: str = ""
-    launcher: str = "unknown"
-    ft: bool = False
-    phase: str = "unknown"
-    submitted: float | None = None
-    until: float = 0.0
+    run_id: str  # its id
+    directory: str  # the run directory
+    overrides: str = ""  # overrides of the command line
+    launcher: str = "unknown"  # ``slurm``, ``local`` or ``unknown``
+    ft: bool = False  # whether each node is a replica that is not stopped when others come and go
+    phase: str = "unknown"  # what it is doing, as in `hpc-elastic status`
+    submitted: float | None = None  # when it was submitted
+    until: float = 0.0  # when it ended; if it goes on, when the report was made
     ended: Mapping[str, Any] | None = None
-    min_nodes: int | None = None
-    max_nodes: int | None = None
-    restarts: int | None = None
-    max_restarts: int | None = None
-    rounds: int = 0
-    step: int | None = None
-    total_steps: int | None = None
-    samples: int | None = None
-    loss: float | None = None
-    steps_per_s: float | None = None
-    remaining_s: float | None = None
+    """``status``, ``time``, ``why`` and ``failure``; None: it goes on."""
+    min_nodes: int | None = None  # fewest nodes with which it trains
+    max_nodes: int | None = None  # most nodes
+    restarts: int | None = None  # restarts that failures of workers have spent
+    max_restarts: int | None = None  # restarts that are allowed
+    rounds: int = 0  # number of rounds
+    step: int | None = None  # the last known step
+    total_steps: int | None = None  # the last step of the training
+    samples: int | None = None  # samples trained so far
+    loss: float | None = None  # the last loss
+    steps_per_s: float | None = None  # pace over the last minutes; None unless it trains now
+    remaining_s: float | None = None  # seconds until ``total_steps``, at this pace
 
 
 @dataclass(frozen=True)
 class Spent:
-    """The time of all nodes.
+    """The time of all nodes."""
 
-    Attributes:
-        goodput: The share of useful steps in ``node_s``; None: no step is known.
-        node_s: Node-seconds from the start of each attempt to its end.
-        queue_s: Seconds for which tasks waited for a node; not part of ``node_s``.
-        by_kind: Node-seconds by kind: ``useful``, ``replayed``, ``checkpoint``, ``restore``,
-            ``import``, ``rendezvous``, ``start``, ``idle``; they add up to ``node_s``.
-        given_back: What went back for jobs of others.
-        return_node_s: What these returns cost, in node-seconds; see `Change`.
-    """
-
-    goodput: float | None
-    node_s: float
-    queue_s: float
+    goodput: float | None  # the share of useful steps in ``node_s``; None: no step is known
+    node_s: float  # node-seconds from the start of each attempt to its end
+    queue_s: float  # seconds for which tasks waited for a node; not part of ``node_s``
     by_kind: Mapping[str, float]
-    given_back: GivenBack = field(default_factory=GivenBack)
-    return_node_s: float = 0.0
+    """Node-seconds by kind: ``useful``, ``replayed``, ``checkpoint``, ``restore``, ``import``,
+    ``rendezvous``, ``start``, ``idle``; they add up to ``node_s``."""
+    given_back: GivenBack = field(default_factory=GivenBack)  # what went back for jobs of others
+    return_node_s: float = 0.0  # what these returns cost, in node-seconds; see `Change`
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the group, or a node that left without being in it.
+    """A change of the group, or a node that left without being in it."""
 
-    Attributes:
-        time: When it began, in Unix seconds.
-        kind: As in ``events --json``; ``stopped`` includes the return of the group.
-        fault: Whether it has another cause than the arrival of nodes.
-        cause: Its first cause, as in ``events --json``.
-        hosts: The hosts that the causes concern.
-        sentence: The change in words.
-        nodes_before: Size of the group before; None if there was none.
-        nodes_after: Size of the group after; None if there is none yet.
-        lost_steps: Steps that are made again because of it; None if unknown.
-        is_least: Whether that is the least number (see ``events --json``).
-        pause_s: Seconds without a step; None if nothing paused, or it is not over.
-        node_s: Its cost in node-seconds so far: all until the next change that were neither useful
-            nor for checkpoints.
-        open: Whether it goes on.
-    """
-
-    time: float
-    kind: str
-    fault: bool
-    cause: str
-    hosts: Sequence[str]
-    sentence: str
-    nodes_before: int | None
-    nodes_after: int | None
-    lost_steps: int | None
-    is_least: bool
-    pause_s: float | None
+    time: float  # when it began, in Unix seconds
+    kind: str  # as in ``events --json``; ``stopped`` includes the return of the group
+    fault: bool  # whether it has another cause than the arrival of nodes
+    cause: str  # its first cause, as in ``events --json``
+    hosts: Sequence[str]  # the hosts that the causes concern
+    sentence: str  # the change in words
+    nodes_before: int | None  # size of the group before; None if there was none
+    nodes_after: int | None  # size of the group after; None if there is none yet
+    lost_steps: int | None  # steps that are made again because of it; None if unknown
+    is_least: bool  # whether that is the least number (see ``events --json``)
+    pause_s: float | None  # seconds without a step; None if nothing paused, or it is not over
     node_s: float
-    open: bool
+    """Its cost in node-seconds so far: all until the next change that were neither useful nor for
+    checkpoints."""
+    open: bool  # whether it goes on
 
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """A failure of a worker that spent a restart, or ended the run.
+    """A failure of a worker that spent a restart, or ended the run."""
 
-    Attributes:
-        time: When it was judged, in Unix seconds.
-        error: Which worker failed, and why, in one line.
-        host: Its host.
-        rank: Its global rank; None if unknown.
-        round: Its round; None if unknown.
-        traceback: Its traceback; None if it left none.
-        log: The file with its stderr; None if unknown.
-        last_lines: The last lines of that file; empty if they cannot be read.
-        ended_run: Whether it ended the run.
-    """
-
-    time: float
-    error: str
-    host: str
-    rank: int | None = None
-    round: int | None = None
-    traceback: str | None = None
-    log: str | None = None
-    last_lines: str = ""
-    ended_run: bool = False
+    time: float  # when it was judged, in Unix seconds
+    error: str  # which worker failed, and why, in one line
+    host: str  # its host
+    rank: int | None = None  # its global rank; None if unknown
+    round: int | None = None  # its round; None if unknown
+    traceback: str | None = None  # its traceback; None if it left none
+    log: str | None = None  # the file with its stderr; None if unknown
+    last_lines: str = ""  # the last lines of that file; empty if they cannot be read
+    ended_run: bool = False  # whether it ended the run
 
 
 @dataclass(frozen=True)
 class SavedCheckpoints:
-    """The checkpoints.
-
-    Attributes:
-        announced: ``time`` (when the leader first knew of it) and ``step`` of each checkpoint that
-            the script announced.
-        kept: ``step`` and ``time`` of those in the run's directories, newest first; None: unknown.
-        blocked_node_s: Node-seconds for which they blocked the training.
-    """
+    """The checkpoints."""
 
     announced: Sequence[Mapping[str, Any]] = ()
+    """``time`` (when the leader first knew of it) and ``step`` of each checkpoint that the script
+    announced."""
     kept: Sequence[Mapping[str, Any]] | None = ()
-    blocked_node_s: float = 0.0
+    """``step`` and ``time`` of those in the run's directories, newest first; None: unknown."""
+    blocked_node_s: float = 0.0  # node-seconds for which they blocked the training
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """The submission; secrets are replaced by ``***``.
+    """The submission; secrets are replaced by ``***``."""
 
-    Attributes:
-        settings: The settings: nodes and ``launcher.*``; None if they cannot be read.
-        config: The frozen config of the user; for a function its arguments. None as above.
-        provenance: Python, command line, git commit, host, user and time of the submission.
-    """
-
-    settings: Any = None
-    config: Any = None
+    settings: Any = None  # the settings: nodes and ``launcher.*``; None if they cannot be read
+    config: Any = None  # the frozen config of the user; for a function its arguments. None as above
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    """Python, command line, git commit, host, user and time of the submission."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The report.
+    """The report."""
 
-    Attributes:
-        version: Version of this form.
-        made: When the report was made, in Unix seconds.
-        about: The run as a whole.
-        spent: The time of all nodes.
-        nodes: Every attempt of every task, in order of time.
-        queue: ``task``, ``begin`` and ``end`` of each time that a task waited for a node.
-        group: The size of the group over time.
-        progress: Step and loss over time, as leaders wrote them.
-        changes: Faults and other changes of the group, with their cost.
-        first_node_s: Cost of the start in node-seconds, counted as for a change.
-        timeline: ``time`` and ``sentence`` of each entry of the timeline, as `hpc-elastic events`.
-        failures: The failures of workers, in order of time.
-        checkpoints: The checkpoints.
-        configuration: The submission.
-        hints: What would save node time, in sentences.
-        notes: What could not be found out, was left out, or needs attention.
-    """
-
-    version: int
-    made: float
-    about: About
-    spent: Spent
-    nodes: Sequence[NodeTime]
+    version: int  # version of this form
+    made: float  # when the report was made, in Unix seconds
+    about: About  # the run as a whole
+    spent: Spent  # the time of all nodes
+    nodes: Sequence[NodeTime]  # every attempt of every task, in order of time
     queue: Sequence[Mapping[str, Any]]
-    group: Sequence[Size]
-    progress: Sequence[Point]
-    changes: Sequence[Change]
-    first_node_s: float
+    """``task``, ``begin`` and ``end`` of each time that a task waited for a node."""
+    group: Sequence[Size]  # the size of the group over time
+    progress: Sequence[Point]  # step and loss over time, as leaders wrote them
+    changes: Sequence[Change]  # faults and other changes of the group, with their cost
+    first_node_s: float  # cost of the start in node-seconds, counted as for a change
     timeline: Sequence[Mapping[str, Any]]
-    failures: Sequence[WorkerFailure]
-    checkpoints: SavedCheckpoints
-    configuration: Configuration
-    hints: Sequence[str]
-    notes: Sequence[str]
+    """``time`` and ``sentence`` of each entry of the timeline, as `hpc-elastic events`."""
+    failures: Sequence[WorkerFailure]  # the failures of workers, in order of time
+    checkpoints: SavedCheckpoints  # the checkpoints
+    configuration: Configuration  # the submission
+    hints: Sequence[str]  # what would save node time, in sentences
+    notes: Sequence[str]  # what could not be found out, was left out, or needs attention
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values; NaN and infinities are null."""
@@ -331,8 +244,7 @@ def changes(
 # ---- hints
 
 
-_SHORTEST_S = 600.0
-"""Node-seconds from which shares of the time are worth a hint."""
+_SHORTEST_S = 600.0  # node-seconds from which shares of the time are worth a hint
 _REMEDIES = {
     "import": (0.1, "list the slow imports of the script in launcher.agent.warm_imports: warm "
                "workers import them before they are needed"),

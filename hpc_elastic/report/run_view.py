@@ -41,8 +41,7 @@ LOST, CANCELLED, SUCCEEDED = "lost", "cancelled", "succeeded"
 _PURGED_S = 300.0
 """Slurm lists ended tasks for this time (MinJobAge). Those of a younger run, if none is listed, may
 be newer than the answer of a squeue that is a cache."""
-_TOO_LARGE = 1e11
-"""No time, step or count of a run is as large: the file is damaged."""
+_TOO_LARGE = 1e11  # no time, step or count of a run is as large: the file is damaged
 
 Query = Callable[[Sequence[RunSpec]], QueueSnapshot]
 """Lists the tasks of runs, as `take_snapshot` does."""
@@ -50,25 +49,20 @@ Query = Callable[[Sequence[RunSpec]], QueueSnapshot]
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended.
-
-    Attributes:
-        status: ``succeeded``, ``failed``, ``cancelled``, ``lost`` (its tasks ended without a
-            result), or ``unknown`` (its result cannot be read).
-        time: Unix seconds; of a run without a result, of its last sign.
-        failure: The first failure as in result.json; None if there was none.
-        values: Return values of the workers, by global rank, if they were read
-            (`RunHandle.read_end`).
-        error: The error for a program that waits, if it was made; None if the run succeeded.
-    """
+    """How a run ended."""
 
     status: str
-    time: float
+    """``succeeded``, ``failed``, ``cancelled``, ``lost`` (its tasks ended without a result), or
+    ``unknown`` (its result cannot be read)."""
+    time: float  # Unix seconds; of a run without a result, of its last sign
     why: str | None = None
     failure: Mapping[str, Any] | None = None
+    """The first failure as in result.json; None if there was none."""
     restarts: int = 0
     values: Mapping[int, Any] = field(default_factory=dict)
+    """Return values of the workers, by global rank, if they were read (`RunHandle.read_end`)."""
     error: WorkerGroupError | None = None
+    """The error for a program that waits, if it was made; None if the run succeeded."""
 
     @property
     def exit_code(self) -> int:
@@ -93,41 +87,33 @@ class RunEnd:
 
 @dataclass(frozen=True)
 class RunView:
-    """A run at one moment; ``now`` is in Unix seconds.
-
-    Attributes:
-        spec: The run as it was submitted; None if run.json cannot be read.
-        phase: See `phase_of`; or ``not submitted``.
-        tasks: Its tasks as the scheduler lists them, by the names of their agents; None if unknown,
-            or if it has a result.
-        submitted: When it was submitted, in Unix seconds; None if unknown.
-        updated: When the leader wrote `status`, in Unix seconds; None if it has not.
-        members: Task and number of workers of each member of that group, by group rank.
-        restarts: Restarts that failures of workers have spent, and how many are allowed.
-        stragglers: Ranks that are persistently slower than the others, as in status.json.
-        warnings: What is wrong with the training though it continues, as in status.json.
-        unreadable: Why its result cannot be read at the moment; None if it can.
-    """
+    """A run at one moment; ``now`` is in Unix seconds."""
 
     run: RunDir
-    spec: RunSpec | None
+    spec: RunSpec | None  # the run as it was submitted; None if run.json cannot be read
     now: float
-    phase: str
+    phase: str  # see `phase_of`; or ``not submitted``
     tasks: Mapping[str, TaskState] | None
+    """Its tasks as the scheduler lists them, by the names of their agents; None if unknown, or if
+    it has a result."""
     why_unknown: str | None
     is_submitted: bool
-    submitted: float | None
+    submitted: float | None  # when it was submitted, in Unix seconds; None if unknown
     status: Point | None
-    updated: float | None
+    updated: float | None  # when the leader wrote `status`, in Unix seconds; None if it has not
     members: Sequence[tuple[str, int]]
+    """Task and number of workers of each member of that group, by group rank."""
     num_joined: int
     restarts: tuple[int, int]
+    """Restarts that failures of workers have spent, and how many are allowed."""
     stragglers: Sequence[Mapping[str, Any]]
+    """Ranks that are persistently slower than the others, as in status.json."""
     warnings: Sequence[str]
+    """What is wrong with the training though it continues, as in status.json."""
     cancellation: Cancellation | None
     ended: RunEnd | None
     notes: tuple[str, ...]
-    unreadable: OSError | None
+    unreadable: OSError | None  # why its result cannot be read at the moment; None if it can
 
     @property
     def trains(self) -> bool:
@@ -505,8 +491,7 @@ def _ended_by(failed: Mapping[str, Any]) -> str:
 # passwords in URLs. A secret under another name is not recognised.
 
 
-HIDDEN = "***"
-"""Replacement of a secret."""
+HIDDEN = "***"  # replacement of a secret
 
 _SECRET = re.compile(
     r"token$|secret|webhook|passw|passphrase|credential|(api|access|private|auth|signing)[_-]?key"

@@ -16,112 +16,81 @@ from hpc_elastic.run.events import Event, LossReason
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a change of the group.
+    """The cost of a change of the group."""
 
-    Attributes:
-        saved_step: The step that all ranks saved for it; None if they could not.
-        reached_step: The last step before; None if unknown.
-        resumed_step: The step from which training went on; None if unknown.
-        lost_steps: Steps that are made again because of it; None if unknown.
-        is_least: Whether ``lost_steps`` is the least number, since all workers were killed before
-            they could report how far they had come.
-        pause_s: Seconds from the last step before it to the first step after it, or, if ``trains``
-            is false, to the forming of the group. None if it is not over, or nothing paused.
-        trains: Whether the first step after it is known.
-    """
-
-    saved_step: int | None = None
-    reached_step: int | None = None
-    resumed_step: int | None = None
-    lost_steps: int | None = None
+    saved_step: int | None = None  # the step that all ranks saved for it; None if they could not
+    reached_step: int | None = None  # the last step before; None if unknown
+    resumed_step: int | None = None  # the step from which training went on; None if unknown
+    lost_steps: int | None = None  # steps that are made again because of it; None if unknown
     is_least: bool = False
+    """Whether ``lost_steps`` is the least number, since all workers were killed before they could
+    report how far they had come."""
     pause_s: float | None = None
-    trains: bool = False
+    """Seconds from the last step before it to the first step after it, or, if ``trains`` is false,
+    to the forming of the group. None if it is not over, or nothing paused."""
+    trains: bool = False  # whether the first step after it is known
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause of a change.
-
-    Attributes:
-        what: ``preempted``, ``time_limit``, ``asked``, ``given_back`` (for the job in ``detail``),
-            ``requeued`` (its task was, and it was not preempted), ``cancelled``, ``run_ended`` (its
-            run had ended), ``signalled`` (SIGTERM, for an unknown reason), ``nodes_requeued``,
-            ``excluded``, ``agent_failed``, ``agent_killed``, ``node_lost`` (died, or unreachable),
-            ``leader_lost``, ``leader_changed``, ``unreachable`` (for a while), ``worker_failed``,
-            ``agent_restarted``, ``arrived``, ``returned``, ``other``.
-        time: Unix seconds from which on it was known.
-        hosts: The hosts that it concerns.
-        detail: An error, or an observation.
-        signal: The signal that announced it; None if none did.
-        given_s: The grace time in seconds; None if there was none, or it is unknown.
-        comes_back: Whether the task was requeued; None if unknown.
-        away_s: Seconds for which the node was away before it returned; None if it did not return,
-            or it is unknown.
-    """
+    """A cause of a change."""
 
     what: str
-    time: float
-    hosts: tuple[str, ...] = ()
-    detail: str = ""
-    signal: str | None = None
+    """``preempted``, ``time_limit``, ``asked``, ``given_back`` (for the job in ``detail``),
+    ``requeued`` (its task was, and it was not preempted), ``cancelled``, ``run_ended`` (its run had
+    ended), ``signalled`` (SIGTERM, for an unknown reason), ``nodes_requeued``, ``excluded``,
+    ``agent_failed``, ``agent_killed``, ``node_lost`` (died, or unreachable), ``leader_lost``,
+    ``leader_changed``, ``unreachable`` (for a while), ``worker_failed``, ``agent_restarted``,
+    ``arrived``, ``returned``, ``other``."""
+    time: float  # Unix seconds from which on it was known
+    hosts: tuple[str, ...] = ()  # the hosts that it concerns
+    detail: str = ""  # an error, or an observation
+    signal: str | None = None  # the signal that announced it; None if none did
     given_s: float | None = None
-    comes_back: bool | None = None
+    """The grace time in seconds; None if there was none, or it is unknown."""
+    comes_back: bool | None = None  # whether the task was requeued; None if unknown
     away_s: float | None = None
+    """Seconds for which the node was away before it returned; None if it did not return, or it is
+    unknown."""
 
 
 @dataclass(frozen=True)
 class TimelineEntry:
-    """One entry of a timeline.
-
-    Attributes:
-        kind: ``started``, ``formed`` (the first group), ``grew``, ``shrank``, ``changed`` (nodes
-            left and others came), ``restarted`` (the same nodes), ``stopped`` (no node is left),
-            ``resumed`` (after that), ``ended``; and without a change of the group: ``task_exited``,
-            ``agent_failed``, ``nodes_requeued``, ``parked``, ``excluded``, ``host_failure``,
-            ``crash_loop``, ``tasks_restarted``, ``leader``, ``leader_failed``, ``hang``,
-            ``straggler``,
-            ``preflight``, ``start_failed``, ``gpus_not_measured``, ``warm_worker_died``,
-            ``notice_command_failed``, ``slow_exit``, ``group_mismatch``, ``bad_loss``,
-            ``checkpoint_failed``,
-            ``checkpoint_recovered``, ``state_mismatch``, ``heal_failed``, ``state_unsaved``,
-            ``growth_decision``, ``sweep_decision``, ``cancel``, ``preempt``, ``kill``, ``resume``.
-        time: When it began, in Unix seconds.
-        causes: Its causes.
-        nodes_before: Size of the group before; None if there was none, or it does not matter.
-        nodes_after: Size of the group after; None if there is none yet.
-        workers: World size of the group after; None as above.
-        round: Number of the round after.
-        leader: The host that leads from now on, if another led before.
-        cost: Its cost.
-        text: An error or a reason.
-        facts: More, by kind. started: host, task; formed: hosts, ready_s (seconds from the forming
-            to the first step; so for new replicas); ended: status, rounds, restarts, lasted_s;
-            nodes_requeued: nodes, hosts, all, delay_s, why; parked: hosts; excluded: host,
-            hosts_left; host_failure: host, strikes; crash_loop: attempts, checkpoint;
-            tasks_restarted: tasks, hosts, avoids; start_failed: task, host, state, reason, hosts,
-            again; leader_failed: host, terms, again; checkpoint_failed: step; growth_decision:
-            nodes, grows; sweep_decision: runs; hang, straggler, preflight, gpus_not_measured,
-            warm_worker_died, notice_command_failed, slow_exit, group_mismatch, bad_loss,
-            checkpoint_recovered, state_mismatch, heal_failed, state_unsaved, cancel, preempt, kill,
-            resume: as in the event.
-        is_open: Whether it goes on.
-        has_replicas: Whether the nodes are replicas, and none of them was stopped (``ft=true``).
-    """
+    """One entry of a timeline."""
 
     kind: str
-    time: float
-    causes: tuple[Cause, ...] = ()
+    """``started``, ``formed`` (the first group), ``grew``, ``shrank``, ``changed`` (nodes left and
+    others came), ``restarted`` (the same nodes), ``stopped`` (no node is left), ``resumed`` (after
+    that), ``ended``; and without a change of the group: ``task_exited``, ``agent_failed``,
+    ``nodes_requeued``, ``parked``, ``excluded``, ``host_failure``, ``crash_loop``,
+    ``tasks_restarted``, ``leader``, ``leader_failed``, ``hang``, ``straggler``, ``preflight``,
+    ``start_failed``, ``gpus_not_measured``, ``warm_worker_died``, ``notice_command_failed``,
+    ``slow_exit``, ``group_mismatch``, ``bad_loss``, ``checkpoint_failed``,
+    ``checkpoint_recovered``, ``state_mismatch``, ``heal_failed``, ``state_unsaved``,
+    ``growth_decision``, ``sweep_decision``, ``cancel``, ``preempt``, ``kill``, ``resume``."""
+    time: float  # when it began, in Unix seconds
+    causes: tuple[Cause, ...] = ()  # its causes
     nodes_before: int | None = None
-    nodes_after: int | None = None
-    workers: int | None = None
-    round: int | None = None
-    leader: str | None = None
-    cost: Cost = field(default_factory=Cost)
-    text: str = ""
+    """Size of the group before; None if there was none, or it does not matter."""
+    nodes_after: int | None = None  # size of the group after; None if there is none yet
+    workers: int | None = None  # world size of the group after; None as above
+    round: int | None = None  # number of the round after
+    leader: str | None = None  # the host that leads from now on, if another led before
+    cost: Cost = field(default_factory=Cost)  # its cost
+    text: str = ""  # an error or a reason
     facts: dict[str, Any] = field(default_factory=dict)
-    is_open: bool = False
+    """More, by kind. started: host, task; formed: hosts, ready_s (seconds from the forming to the
+    first step; so for new replicas); ended: status, rounds, restarts, lasted_s; nodes_requeued:
+    nodes, hosts, all, delay_s, why; parked: hosts; excluded: host, hosts_left; host_failure: host,
+    strikes; crash_loop: attempts, checkpoint; tasks_restarted: tasks, hosts, avoids; start_failed:
+    task, host, state, reason, hosts, again; leader_failed: host, terms, again; checkpoint_failed:
+    step; growth_decision: nodes, grows; sweep_decision: runs; hang, straggler, preflight,
+    gpus_not_measured, warm_worker_died, notice_command_failed, slow_exit, group_mismatch, bad_loss,
+    checkpoint_recovered, state_mismatch, heal_failed, state_unsaved, cancel, preempt, kill, resume:
+    as in the event."""
+    is_open: bool = False  # whether it goes on
     has_replicas: bool = False
+    """Whether the nodes are replicas, and none of them was stopped (``ft=true``)."""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -220,8 +189,7 @@ def _never_members(run: EventIndex) -> Iterator[TimelineEntry]:
 # causes. If no member is left there are two entries: the run was stopped in between.
 
 
-_AT_ONCE_S = 1.0
-"""Time within which a leader that gives up a member stops the round."""
+_AT_ONCE_S = 1.0  # time within which a leader that gives up a member stops the round
 
 
 def _of_group(run: EventIndex) -> Iterator[TimelineEntry]:
@@ -263,8 +231,7 @@ class _Change:
         self._departed = [member for member in self._was if member not in is_]
         self._arrived = [member for member in self._is if member not in was]
         self._old_leader, self._leader = (run.leader_of.get(r.term) for r in (before, after))
-        self._new_leader: str | None = None
-        """The host that leads now, if another task led before."""
+        self._new_leader: str | None = None  # the host that leads now, if another task led before
         if self._old_leader and self._leader and self._old_leader["task"] != self._leader["task"]:
             self._new_leader = _host_of(run, self._leader)
         self._stop = _stop_of(run, before, until=after.time)
@@ -352,8 +319,7 @@ class _Change:
 # that leave together for one cause are one entry.
 
 
-_TOGETHER_S = 5.0
-"""Time within which replicas leave together."""
+_TOGETHER_S = 5.0  # time within which replicas leave together
 _LEFT_S = 30.0
 """Longest time between the departure of a leader that left regularly, and the next leader."""
 _ANNOUNCED_CAUSES = (
@@ -364,11 +330,9 @@ _ANNOUNCED_CAUSES = (
 
 @dataclass(frozen=True)
 class _Departed:
-    nodes: int
-    """Number of the others."""
+    nodes: int  # number of the others
     cause: Cause
-    successor: Event | None
-    """The event of the leader that replaced it; None if it did not lead."""
+    successor: Event | None  # the event of the leader that replaced it; None if it did not lead
 
 
 def _of_replicas(run: EventIndex) -> Iterator[TimelineEntry]:

@@ -31,8 +31,7 @@ STATUS_SELDOM_S = 8.0
 """Interval of statuses that differ in numbers only, if the run directory is on a file server."""
 
 
-COMMAND_MODULE = "hpc_elastic.agent.command"
-"""Of the function that ``hpc-elastic run`` calls."""
+COMMAND_MODULE = "hpc_elastic.agent.command"  # of the function that ``hpc-elastic run`` calls
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,8 @@ class Entry:
 class PoolTerms:
     """What the site gives the tasks of a pool, as it was found at the submission."""
 
-    preempt_grace_s: float
-    """Seconds between SIGTERM and SIGKILL when a task is preempted."""
-    kill_wait_s: float
-    """The same when it is cancelled, or its time limit ends."""
+    preempt_grace_s: float  # seconds between SIGTERM and SIGKILL when a task is preempted
+    kill_wait_s: float  # the same when it is cancelled, or its time limit ends
     whole_nodes: bool
     """Whether each task requests whole nodes, which it does not share with other jobs."""
 
@@ -83,11 +80,9 @@ class Pool:
     """Slots of a run whose tasks are requested alike: of one of ``launcher.pools``, or all."""
 
     slots: range
-    launcher: Backend
-    """The settings of these tasks."""
+    launcher: Backend  # the settings of these tasks
     terms: PoolTerms
-    throughput: float
-    """How fast its workers are in relation to those of other pools."""
+    throughput: float  # how fast its workers are in relation to those of other pools
 
     @property
     def time_s(self) -> float | None:
@@ -110,8 +105,7 @@ class Pool:
         return None if self.time_min_s is None else self.time_s
 
 
-VERSION = 3
-"""Version of run.json; that of hpc_elastic 0.2.0 has none."""
+VERSION = 3  # version of run.json; that of hpc_elastic 0.2.0 has none
 
 
 @dataclass(frozen=True)
@@ -119,14 +113,11 @@ class RunSpec:
     """A run as it was submitted. A requeued task runs exactly this."""
 
     run_id: str
-    submission: str
-    """Absolute path of the sweep's ``.hpc_elastic``."""
-    tasks: list[tuple[int, int]]
-    """(array number k, index in it) of each slot of the run."""
+    submission: str  # absolute path of the sweep's ``.hpc_elastic``
+    tasks: list[tuple[int, int]]  # (array number k, index in it) of each slot of the run
     entry: Entry
     settings: RunSettings
-    terms: list[PoolTerms]
-    """Of each of `pools`."""
+    terms: list[PoolTerms]  # of each of `pools`
     file_env: dict[str, str] = field(default_factory=dict)
     """The variables in ``launcher.env_file``; those in ``launcher.env`` are set after them."""
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -278,24 +269,20 @@ class RunDir:
     hydra = _Below(".hydra")
     settings = _Below("settings.json")
     secret = _Below("secret")
-    rdzv = _Below("rdzv")
-    """The log of decisions, and the leases (`rendezvous.decision_log`)."""
+    rdzv = _Below("rdzv")  # the log of decisions, and the leases (`rendezvous.decision_log`)
     first_term = _Below("rdzv/term.0")
     """The term folder, as it is made with the run; see `rendezvous.term`."""
     notices = _Below("preempt")
     """Folder of notice files, named like a task or a host, or ``all``: these nodes are left."""
     excluded = _Below("excluded_nodes.json")
-    given_back = _Below("given_back.json")
-    """Jobs that nodes went back for (`site.neighbours`)."""
-    avoided = _Below("avoided")
-    """Nodes on which lost tasks may still run (`slurm.quarantine`)."""
+    given_back = _Below("given_back.json")  # jobs that nodes went back for (`site.neighbours`)
+    avoided = _Below("avoided")  # nodes on which lost tasks may still run (`slurm.quarantine`)
     checkpoints = _Below("checkpoints")
     """The default folder of checkpoints; the script may choose another."""
     compiled = _Below("compile")
     departing = _Below("departing")
     """Requests of tasks that leave together (`slurm.combined_requests`)."""
-    saves_to = _Below("saves_to")
-    """Other directories of checkpoints (`checkpoint.store`)."""
+    saves_to = _Below("saves_to")  # other directories of checkpoints (`checkpoint.store`)
     notified = _Below("notified")
     """The messages that were sent about the run, a file each (`run.notify`)."""
     tasks = _Below("tasks")
@@ -303,10 +290,8 @@ class RunDir:
     results = _Below("results")
     status = _Below("status.json")
     progress = _Below("progress.jsonl")
-    cancelled = _Below("cancelled.json")
-    """Written before the first task is cancelled."""
-    result = _Below("result.json")
-    """It exists when the run has ended."""
+    cancelled = _Below("cancelled.json")  # written before the first task is cancelled
+    result = _Below("result.json")  # it exists when the run has ended
 
     def cancellation(self) -> Cancellation | None:
         """Return who cancelled the run; None if it was not cancelled."""
@@ -442,15 +427,13 @@ class ArrayFiles:
 
     stem: Path
 
-    tasks = _Suffixed(".json")
-    """Run and slot of each index; the argument of `hpc_elastic.agent`."""
+    tasks = _Suffixed(".json")  # run and slot of each index; the argument of `hpc_elastic.agent`
     script = _Suffixed(".sbatch")
     nodes = _Suffixed(".nodes")
     job_id_file = _Suffixed(".jobid")
     texts = _Suffixed(".texts")
     """Pieces of the files of ``.hydra`` that several of its runs have (`RunSpec.hydra`)."""
-    replaced = _Suffixed(".replaced")
-    """Folder of the replacements of its tasks (`slurm.run_tasks`)."""
+    replaced = _Suffixed(".replaced")  # folder of the replacements of its tasks (`slurm.run_tasks`)
 
     @classmethod
     def of(cls, file: Path) -> ArrayFiles:
@@ -506,8 +489,7 @@ class Submission:
 
     path: Path
 
-    logs = _Below("logs")
-    """Folder of the output of tasks that Slurm captures."""
+    logs = _Below("logs")  # folder of the output of tasks that Slurm captures
     local_tasks = _Below("local-tasks.json")
     """The table of a local launcher's tasks (`hpc_elastic.slurm.local_queue`)."""
     local_requests = _Below("local-requests")

@@ -27,12 +27,10 @@ from hpc_elastic import shared_files
 
 _log = logging.getLogger(__name__)
 
-VERSION = 1
-"""It changes when a kind or a field changes its meaning or goes, not when one is added."""
+VERSION = 1  # it changes when a kind or a field changes its meaning or goes, not when one is added
 
 _LOGGED_CHARS = 500
-_KEPT = 1000
-"""Lines kept for a file system that does not accept them now."""
+_KEPT = 1000  # lines kept for a file system that does not accept them now
 _MOST_EVENTS = 1_000_000
 """Largest number of events of a run that are kept by a reader: they are all in memory."""
 _OF_EACH_NODE = ("first_step", "workers_stopped", "joined")
@@ -231,19 +229,14 @@ class LossReason(StrEnum):
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a kind of event.
-
-    Attributes:
-        type: ``texts`` is a list of text; ``members`` a list of agents, as a round has them;
-            ``ranks`` a list of objects about ranks.
-        meaning: Its meaning, with the unit.
-        optional: Whether it may be absent or null; the meaning explains that.
-    """
+    """One field of a kind of event."""
 
     name: str
     type: Type
-    meaning: str
-    optional: bool = False
+    """``texts`` is a list of text; ``members`` a list of agents, as a round has them; ``ranks`` a
+    list of objects about ranks."""
+    meaning: str  # its meaning, with the unit
+    optional: bool = False  # whether it may be absent or null; the meaning explains that
 
 
 @dataclass(frozen=True)

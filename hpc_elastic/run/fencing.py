@@ -24,8 +24,7 @@ from pathlib import Path
 from hpc_elastic.errors import CheckpointFencedError
 from hpc_elastic.shared_files import names_listed, numbers_in, read_text
 
-VARIABLE = "HPC_ELASTIC_FENCE"
-"""Path of the entry that formed the worker's group."""
+VARIABLE = "HPC_ELASTIC_FENCE"  # path of the entry that formed the worker's group
 REPLICA_VARIABLE = "HPC_ELASTIC_FENCE_REPLICA"
 """``task:attempt:replica`` of a worker of a replica; not set for other workers."""
 

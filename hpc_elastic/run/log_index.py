@@ -26,11 +26,9 @@ from hpc_elastic.shared_files import LATEST_TIME, open_file, refresh
 SUFFIX = ".times"
 
 _RECORD = struct.Struct("<Qd")
-_BLOCK = 1024
-"""Records that a reader keeps in memory: 16 KiB."""
+_BLOCK = 1024  # records that a reader keeps in memory: 16 KiB
 
-Record = tuple[int, float]
-"""Size in bytes, Unix seconds."""
+Record = tuple[int, float]  # size in bytes, Unix seconds
 
 
 def index_of(output: Path) -> Path:

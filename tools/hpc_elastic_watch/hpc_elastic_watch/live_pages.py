@@ -50,13 +50,10 @@ from hpc_elastic_watch.live_runs import LiveRun, LiveRuns
 
 _COOKIE = "hpc_elastic_watch"
 _HOSTS = ("127.0.0.1", "localhost", "[::1]")
-_ALIVE_S = 15.0
-"""Interval of messages by which a stream finds out that its reader is gone."""
+_ALIVE_S = 15.0  # interval of messages by which a stream finds out that its reader is gone
 _LOGS_S = 1.0
-_NUM_LINES, _MOST_LINES = 400, 2000
-"""Lines of one answer, and of what was written in a second."""
-_TIME_STEP_S = 0.001
-"""Resolution of the times that pages have."""
+_NUM_LINES, _MOST_LINES = 400, 2000  # lines of one answer, and of what was written in a second
+_TIME_STEP_S = 0.001  # resolution of the times that pages have
 _LONGEST_LINE = 4000
 _SEARCH_S = 20.0
 _COMMAND_S = 600.0

@@ -50,8 +50,7 @@ from hpc_elastic.slurm.scheduler import QueueSnapshot, take_snapshot
 
 _log = logging.getLogger(__name__)
 
-EVERY_S = 2.0
-"""Interval of reads."""
+EVERY_S = 2.0  # interval of reads
 _STATUSES_A_TICK = 50
 """Reads of status.json at a time: 200 runs in 8 s, in which a leader writes it on a file server."""
 _VIEWS_A_TICK, _FIRST_VIEWS = 20, 200
@@ -59,21 +58,17 @@ _VIEWS_A_TICK, _FIRST_VIEWS = 20, 200
 _VIEW_S, _SETTLED_VIEW_S = LIST_SHOWN_S, LIST_SETTLED_S
 """Interval of whole views of a run; the longer while it trains, and once it has ended. With more
 than `_VIEWS_A_TICK` runs it is as many times longer. The first is that of queries of Slurm, too."""
-_FRESH_S = 20.0
-"""Age of status.json up to which a group trains, without a look at its tasks."""
+_FRESH_S = 20.0  # age of status.json up to which a group trains, without a look at its tasks
 _DETAILS_S = 60.0
 _PAGE_S = 4.0
-_SHARE = 10
-"""At most a tenth of the time is spent on one page."""
+_SHARE = 10  # at most a tenth of the time is spent on one page
 _FIND_S = 30.0
 _CLOSE_S = 1.0
 _CURVE_COLUMNS = 30
 _LONGEST_TEXT = 200
-_LARGEST = 1e300
-"""Numbers beyond it, and those that are none, are shown as text."""
+_LARGEST = 1e300  # numbers beyond it, and those that are none, are shown as text
 
-Row = dict[str, Any]
-"""The JSON form of a run in the list; see `row_of`."""
+Row = dict[str, Any]  # the JSON form of a run in the list; see `row_of`
 
 
 @dataclass(frozen=True)
@@ -97,8 +92,7 @@ class LiveRun:
     path: Path
     row: Row | None = None
     page: Page | None = None
-    version: int = 0
-    """Version of `row`."""
+    version: int = 0  # version of `row`
     curve: Sequence[Sequence[float | None]] = ()
     curve_version: int = 0
     num_viewers: int = 0
@@ -112,10 +106,8 @@ class LiveRun:
     _page_of: RunView | None = None
     _hosts: Mapping[str, str] = field(default_factory=dict)
     """Task -> its node, of the members of the group."""
-    _about: Row = field(default_factory=dict)
-    """What does not change while it goes on."""
-    _found: Row = field(default_factory=dict)
-    """What its events and its result show."""
+    _about: Row = field(default_factory=dict)  # what does not change while it goes on
+    _found: Row = field(default_factory=dict)  # what its events and its result show
 
     # ---- what is due
 

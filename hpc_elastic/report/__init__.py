@@ -17,8 +17,12 @@ So the package can be called, as that function.
 """
 
 import sys
+from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+K = TypeVar("K")
 
 KINDS = {
     "useful": "steps that were not made before",
@@ -31,6 +35,14 @@ KINDS = {
     "idle": "other nodes train, and this one does not",
 }
 """What node time is spent on, the best first: its name and its meaning."""
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return items by a key, in their order."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 class _CallablePackage(ModuleType):

@@ -23,11 +23,9 @@ from typing import Any
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.run.events import Event
 
-_EXITS = ("task_exited", "agent_failed", "nodes_requeued")
-"""Events by which an attempt reports its own end."""
+_EXITS = ("task_exited", "agent_failed", "nodes_requeued")  # an attempt reports its own end
 _ENDS = (*_EXITS, "agent_killed", "node_lost", "replica_left")
-_BOUNDS = ("round", "round_stopped", "leader", "nodes_requeued", "end")
-"""Events at which a round begins or is over."""
+_BOUNDS = ("round", "round_stopped", "leader", "nodes_requeued", "end")  # a round begins or is over
 _TIME = itemgetter("time")
 
 
@@ -48,12 +46,10 @@ class TaskAttempt:
     ends: dict[str, list[Event]] = field(default_factory=lambda: defaultdict(list))
     """Events of its end, its own and those of leaders, by kind, in order of time. A leader that
     lost its own connections reports members of later rounds as lost."""
-    lost_at: float | None = None
-    """When it was reported lost, if nothing shows that it came back; else None."""
+    lost_at: float | None = None  # when it was lost, if nothing shows that it came back
     stopped: dict[int, Event] = field(default_factory=dict)
-    """Round -> event that its workers were stopped."""
     first_steps: dict[int, Event] = field(default_factory=dict)
-    """Round -> event of its workers' first step."""
+    """Of its workers, by round: that they were stopped; their first step."""
 
     def add(self, event: Event) -> None:
         """Add an event that concerns it."""
@@ -86,8 +82,8 @@ class TaskAttempt:
 
     def ends_after(self, time: float, until: float = math.inf) -> dict[str, Event]:
         """Return the first of its ends in ``(time, until]``, by kind."""
-        found = ((kind, _first(events, time)) for kind, events in self.ends.items())
-        return {kind: e for kind, e in found if e is not None and time_of(e) <= until}
+        later = {k: found[bisect_right(found, time, key=_TIME) :] for k, found in self.ends.items()}
+        return {kind: e[0] for kind, e in later.items() if e and time_of(e[0]) <= until}
 
 
 def time_of(event: Event) -> float:
@@ -95,14 +91,8 @@ def time_of(event: Event) -> float:
     return float(event["time"])
 
 
-def _first(events: Sequence[Event], after: float) -> Event | None:
-    """Return the first of some events, in order of time, after a time."""
-    at = bisect_right(events, after, key=_TIME)
-    return events[at] if at < len(events) else None
-
-
 def _rank(notice: Event) -> tuple[bool, bool]:
-    """Return the rank of a notice: a signal is above a request, an agent above a leader."""
+    # a signal is above a request, an agent above a leader
     return notice.get("reason") == "signal", "host" not in notice
 
 
@@ -115,10 +105,10 @@ def _is_of_many(event: Event) -> bool:
 class Round:
     """One agreement on the group."""
 
-    number: int  # its number, from 1 on
+    number: int  # from 1 on
     time: float
     term: int  # of the leader that closed it
-    members: tuple[TaskAttempt, ...]  # its members by group rank
+    members: tuple[TaskAttempt, ...]  # by group rank
     world_size: int
     placed: frozenset[str] | None  # with ft=true: tasks whose workers start; else None
     over: float
@@ -147,12 +137,10 @@ class EventIndex:
                 self.attempt(event["task"], int(event["attempt"])).add(event)
             elif newest := self._newest(event["task"]):
                 newest.add(event)
-        self.has_replicas = any("placed" in event for event in self.of("round"))
-        """Whether each node is a replica (``ft=true``)."""
+        self.has_replicas = any("placed" in event for event in self.of("round"))  # with ft=true
         self.rounds = self._parse_rounds()  # the rounds, by number
 
     def _newest(self, task: str) -> TaskAttempt | None:
-        """Return the attempt of a task that was seen last; None before the first."""
         of_task = self._attempts[task]
         return of_task[next(reversed(of_task))] if of_task else None
 
@@ -181,8 +169,6 @@ class EventIndex:
             if kind in ("round", "end") or (_is_of_many(event) if self.has_replicas else stops):
                 over = time
         return [found[number] for number in sorted(found)]
-
-    # ---- queries ------------------------------------------------------------------------
 
     @cached_property
     def last_points(self) -> dict[int, Point]:
@@ -261,19 +247,18 @@ class EventIndex:
 
     def host_at(self, task: str, time: float) -> str:
         """Return the host of a task at a time; the name of the task if that is unknown."""
-        return str(_last(self._hosts.get(task, ((), ())), time) or task)
+        return str(_last(self._hosts.get(task, ()), time) or task)
 
     @cached_property
     def _hosts(self) -> dict[str, _Course]:
-        known = {
-            task: [(a.started or 0.0, a.host) for a in of_task.values() if a.host]
+        return {
+            task: _course([(a.started or 0.0, a.host) for a in of_task.values() if a.host])
             for task, of_task in self._attempts.items()
         }
-        return {task: _course(of_task) for task, of_task in known.items()}
 
     def member_until(self, task: str, time: float) -> TaskAttempt:
         """Return the last attempt of a task that was a member until a time; else its first."""
-        return self.attempt(task, _last(self._memberships.get(task, ((), ())), time) or 0)
+        return self.attempt(task, _last(self._memberships.get(task, ()), time) or 0)
 
     @cached_property
     def _memberships(self) -> dict[str, _Course]:
@@ -314,20 +299,16 @@ class EventIndex:
         return {host: sorted(times) for host, times in found.items()}
 
 
-# ---- values that change over time
+_Course = Sequence[tuple[float, Any]]  # times in order, and the value from each of them on
 
 
-_Course = tuple[Sequence[float], Sequence[Any]]
-"""Times in order, and the value from each of them on."""
-
-
-def _course(changes: Iterable[tuple[float, Any]]) -> _Course:
+def _course(changes: Sequence[tuple[float, Any]]) -> _Course:
     """Return values by the time from which on each holds; a later one is never earlier."""
-    times, values = zip(*changes, strict=True) if changes else ((), ())
-    return list(accumulate(times, max)), values
+    times = accumulate((time for time, _ in changes), max)
+    return [(time, value) for time, (_, value) in zip(times, changes, strict=True)]
 
 
 def _last(course: _Course, time: float) -> Any:
     """Return the value at a time; None before the first."""
-    at = bisect_right(course[0], time)
-    return course[1][at - 1] if at else None
+    at = bisect_right(course, time, key=itemgetter(0))
+    return course[at - 1][1] if at else None

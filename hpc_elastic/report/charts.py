@@ -13,11 +13,12 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 from hpc_elastic._util import node_time
-from hpc_elastic.report import KINDS
+from hpc_elastic.report import KINDS, grouped
 from hpc_elastic.report.progress_log import TRAINING
 from hpc_elastic.report.sentences import naturally
 
@@ -26,11 +27,9 @@ Values = Mapping[str, Any]
 Points = Sequence[tuple[Any, ...]]
 
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing is fetched
-_COLUMNS, _MARKS = 800, 200
-"""Points of a line, and marks beside each other, that are distinct to the eye."""
+_COLUMNS, _MARKS = 800, 200  # points of a line, marks beside each other: distinct to the eye
 MOST_LANES = 150  # largest number of nodes that are drawn
-_LANE = ((20, 20), (40, 13), (MOST_LANES, 7))
-"""Largest number of lanes -> height of a lane in pixels."""
+_LANE = ((20, 20), (40, 13), (MOST_LANES, 7))  # up to that many lanes -> height of one in pixels
 LOST = ("node_lost", "agent_failed", "silence")  # ends of attempts that had no time to save
 _CROSS = "M-1,-1L1,1M1,-1L-1,1"
 
@@ -51,23 +50,15 @@ def charts(report: Values) -> list[Chart]:
     if begin is None:
         return []
     found = [
-        _bar(report), _lanes(report, begin), _group(report, begin), _step(report, begin),
-        _loss(report, begin), _throughput(report, begin),
-        _series_chart(report, begin, "gpus", values_of(report, "gpu_use"), "GPU use", zero=True),
-        *_metrics(report, begin),
+        _bar(report), _lanes(report, begin), _group(report, begin), *_of_training(report, begin)
     ]  # fmt: skip
     return [chart for chart in found if chart is not None]
 
 
 def begin_of(report: Values) -> float | None:
     """Return the earliest time that is drawn; None if there is none."""
-    begins = [node["begin"] for node in report["nodes"]]
-    begins += [wait["begin"] for wait in report["queue"]]
-    begins += [size["time"] for size in report["group"]]
-    return min(begins, default=None)
-
-
-# ---- where the time went ------------------------------------------------------------------
+    begins = [each["begin"] for each in (*report["nodes"], *report["queue"])]
+    return min([*begins, *(size["time"] for size in report["group"])], default=None)
 
 
 def _bar(report: Values) -> Chart | None:
@@ -100,9 +91,6 @@ def _kinds() -> Spec:
     return {"field": "kind", "type": "nominal", "scale": {"domain": list(SPENT_ON)}, "legend": None}
 
 
-# ---- the timeline of nodes ----------------------------------------------------------------
-
-
 Lanes = Mapping[tuple[str, str], str]  # host and task -> the name of its lane, in order
 
 
@@ -111,9 +99,7 @@ def lanes_of(report: Values) -> Lanes:
 
     A task that was on no node has a lane of its own, of host ``""``.
     """
-    held: dict[str, list[Values]] = {}
-    for node in report["nodes"]:  # in order of their beginning
-        held.setdefault(node["host"], []).append(node)
+    held = grouped(report["nodes"], lambda node: node["host"])  # in order of their beginning
     started = {node["task"] for node in report["nodes"]}
     pairs = {(node["host"], node["task"]) for node in report["nodes"]}
     pairs |= {("", wait["task"]) for wait in report["queue"] if wait["task"] not in started}
@@ -146,7 +132,7 @@ def _lanes(report: Values, begin: float) -> Chart | None:
     moments.append({"calculate": f"datum.end_ms + {500 * shortest_s}", "as": "drawn_ms"})
     told = {"calculate": "utcFormat(datum.begin_ms, '%b %d %H:%M:%S') + ' to '"
             " + utcFormat(datum.end_ms, '%H:%M:%S')", "as": "when"}  # fmt: skip
-    time = {"data": _table(_rows(report, begin, shortest_s, names)),
+    time = {"data": _table(_rows(report, begin, shortest_s, names), _OF_A_BAR),
             "transform": [*moments, told],
             "mark": {"type": "bar", "height": {"band": 0.86}},
             "encoding": {"y": y, "x": {**_TIME, "field": "begin_ms"}, "x2": {"field": "drawn_ms"},
@@ -166,13 +152,14 @@ def _lanes(report: Values, begin: float) -> Chart | None:
     return Chart("lanes", spec, max(40, height * len(lanes)))
 
 
+_OF_A_BAR = ("node", "task", "kind", "begin", "end")
+
+
 def _rows(
     report: Values, begin: float, shortest_s: float, lanes: Lanes
 ) -> Iterator[tuple[str, str, str, float, float]]:
     """Yield the bars of all lanes: lane, task, kind, and seconds since the start."""
-    held: dict[str, list[Values]] = {}
-    for node in report["nodes"]:
-        held.setdefault(node["task"], []).append(node)
+    held = grouped(report["nodes"], lambda node: node["task"])
     for wait in report["queue"]:  # below the other bars of the task's last node, or of its first
         of_task = held.get(wait["task"], [])
         at = max(0, bisect_right(of_task, wait["begin"], key=lambda node: node["begin"]) - 1)
@@ -207,9 +194,6 @@ def _ends(report: Values, lanes: Lanes) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-# ---- the group and its training -----------------------------------------------------------
-
-
 def _group(report: Values, begin: float) -> Chart | None:
     sizes = [(size["time"], size["nodes"]) for size in report["group"]]
     if not sizes:
@@ -233,46 +217,41 @@ def _group(report: Values, begin: float) -> Chart | None:
     return Chart("group", spec, 80)
 
 
-def _step(report: Values, begin: float) -> Chart | None:
-    steps = values_of(report, "step")
-    if len(steps) < 2:
-        return None
-    layers = [_faults(report), _line(report, begin, steps, "step", "step", {"zero": True})]
-    if report["checkpoints"]["announced"]:  # Vega warns of a scale without values
-        layers.append(_checkpoints(report))
-    return Chart("step", {"layer": layers}, 180)
+def _of_training(report: Values, begin: float) -> Iterator[Chart]:
+    """Yield the charts of the values that have at least two points."""
 
+    def drawn(
+        name: str,
+        values: Points,
+        title: str,
+        scale: Spec,
+        height: int = 90,
+        more: Sequence[Spec] = (),
+    ) -> Iterator[Chart]:
+        if len(values) > 1:
+            field = name if name in ("step", "loss") else "value"
+            line = _line(report, begin, values, field, title, scale)
+            heading = title if field == "value" else ""
+            yield Chart(name, {"layer": [_faults(report), line, *more]}, height, heading)
 
-def _loss(report: Values, begin: float) -> Chart | None:
+    saved = [_checkpoints(report)] if report["checkpoints"]["announced"] else []
+    # without any, Vega warns of a scale without values
+    yield from drawn("step", values_of(report, "step"), "step", {"zero": True}, 180, saved)
     losses = values_of(report, "loss")
-    if len(losses) < 2:
-        return None
-    low, high = min(y for _, y in losses), max(y for _, y in losses)
+    low, high = (end((y for _, y in losses), default=0.0) for end in (min, max))
     is_wide = low > 0 and high / low > 30
     scale: Spec = {"type": "log", "nice": False} if is_wide else {"zero": False}
-    title = "loss (logarithmic)" if is_wide else "loss"
-    line = _line(report, begin, losses, "loss", title, scale)
-    return Chart("loss", {"layer": [_faults(report), line]}, 150)
-
-
-def _throughput(report: Values, begin: float) -> Chart | None:
-    """Return samples per second, or steps where the script reports no samples."""
+    yield from drawn("loss", losses, "loss (logarithmic)" if is_wide else "loss", scale, 150)
     for key, title in (("samples_per_s", "samples/s"), ("steps_per_s", "steps/s")):
         values = values_of(report, key)
-        if any(value for _, value in values):
-            return _series_chart(report, begin, "throughput", values, title, zero=True)
-    return None
-
-
-def _metrics(report: Values, begin: float) -> Iterator[Chart | None]:
-    names = dict.fromkeys(name for point in report["progress"] for name in point["metrics"])
-    for number, name in enumerate(names):
-        values = [
-            (point["time"], point["metrics"][name])
-            for point in report["progress"]
-            if name in point["metrics"]
-        ]
-        yield _series_chart(report, begin, f"metric-{number}", values, name)
+        if any(value for _, value in values):  # steps where the script reports no samples
+            yield from drawn("throughput", values, title, {"zero": True})
+            break
+    yield from drawn("gpus", values_of(report, "gpu_use"), "GPU use", {"zero": True})
+    progress = report["progress"]
+    for number, name in enumerate(dict.fromkeys(name for p in progress for name in p["metrics"])):
+        known = [(p["time"], p["metrics"][name]) for p in progress if name in p["metrics"]]
+        yield from drawn(f"metric-{number}", known, name, {"zero": False})
 
 
 def values_of(report: Values, key: str) -> list[tuple[float, float]]:
@@ -280,18 +259,9 @@ def values_of(report: Values, key: str) -> list[tuple[float, float]]:
     return [(p["time"], p[key]) for p in report["progress"] if p[key] is not None]
 
 
-def _series_chart(
-    report: Values, begin: float, name: str, values: Points, title: str, *, zero: bool = False
-) -> Chart | None:
-    if len(values) < 2:
-        return None
-    line = _line(report, begin, values, "value", title, {"zero": zero})
-    return Chart(name, {"layer": [_faults(report), line]}, 90, title)
-
-
 def _line(report: Values, begin: float, points: Points, name: str, title: str, scale: Spec) -> Spec:
-    shape = _with_falls if name == "step" else _with_gaps
-    values = [(round(t - begin, 1), y) for t, y in shape(report, points)]
+    drawn = _with_falls(points) if name == "step" else _with_gaps(report, points)
+    values = [(round(t - begin, 1), y) for t, y in drawn]
     return {
         "data": _table(values, ("seconds", name)),
         "transform": [
@@ -308,7 +278,7 @@ def _line(report: Values, begin: float, points: Points, name: str, title: str, s
     }  # fmt: skip
 
 
-def _with_falls(_: Values, points: Points) -> Iterable[tuple[Any, ...]]:
+def _with_falls(points: Points) -> Iterable[tuple[Any, ...]]:
     """Return a line that falls where the training resumed from an earlier step."""
     falls = [(t, before) for (_, before), (t, step) in pairwise(points) if step < before]
     return series(sorted([*falls, *points], key=lambda point: point[0]), _COLUMNS)
@@ -348,11 +318,9 @@ def _by_column(
     report: Values, items: Iterable[Values], key: str
 ) -> Iterable[tuple[int, list[Values]]]:
     """Return the items of each of `_MARKS` columns of a chart, by their time."""
-    begin, found = begin_of(report) or 0.0, dict[int, list[Values]]()
+    begin = begin_of(report) or 0.0
     width_s = max(0.001, (report["about"]["until"] - begin) / _MARKS)
-    for item in items:
-        found.setdefault(min(_MARKS - 1, int((item[key] - begin) / width_s)), []).append(item)
-    return found.items()
+    return grouped(items, lambda i: min(_MARKS - 1, int((i[key] - begin) / width_s))).items()
 
 
 def _checkpoints(report: Values) -> Spec:
@@ -371,9 +339,6 @@ def _checkpoints(report: Values) -> Spec:
     }
 
 
-# ---- shared -------------------------------------------------------------------------------
-
-
 def _axis(report: Values, begin: float) -> Spec:
     """Return the time axis, in the local time of the cluster; one layer of a chart has it."""
     until = max(report["about"]["until"], begin + 1.0)
@@ -389,14 +354,10 @@ def _axis(report: Values, begin: float) -> Spec:
     }  # fmt: skip
 
 
-_TIME = {"field": "time", "type": "temporal", "scale": {"type": "utc"}}
-"""The time encoding of another layer."""
+_TIME = {"field": "time", "type": "temporal", "scale": {"type": "utc"}}  # of another layer
 
 
-def _table(
-    rows: Iterable[Sequence[object]],
-    names: Sequence[str] = ("node", "task", "kind", "begin", "end"),
-) -> Spec:
+def _table(rows: Iterable[Sequence[object]], names: Sequence[str]) -> Spec:
     """Return rows as a table, a third of the size of objects; `expanded` makes objects of it."""
     return {"table": {"names": list(names), "rows": [list(row) for row in rows]}}
 
@@ -469,45 +430,30 @@ def config(theme: str) -> dict[str, Any]:
 # ---- thinning of long histories, without a visible change
 
 
-Stretch = Mapping[str, Any]  # ``begin``, ``end`` and ``kind``
-
-
-def thinned_stretches(intervals: Iterable[Stretch], shortest_s: float) -> list[Stretch]:
+def thinned_stretches(intervals: Iterable[Values], shortest_s: float) -> list[Values]:
     """Return intervals (in order, without gaps), those that are too short to be visible joined.
 
     Short neighbours become one interval of the kind that fills most of it. Neighbours of one kind
-    become one.
+    become one. An interval has ``begin``, ``end`` and ``kind``.
     """
-    found: list[Stretch] = []
-    short: list[Stretch] = []
-
-    def add(stretch: Stretch) -> None:
-        if found and found[-1]["kind"] == stretch["kind"]:
-            found[-1] = {**found[-1], "end": stretch["end"]}
-        else:
-            found.append(stretch)
-
-    def join_short() -> None:
-        if not short:
-            return
-        filled: dict[str, float] = {}
-        for interval in short:
-            length_s = interval["end"] - interval["begin"]
-            filled[interval["kind"]] = filled.get(interval["kind"], 0.0) + length_s
-        kind = max(filled, key=filled.__getitem__)
-        add({"begin": short[0]["begin"], "end": short[-1]["end"], "kind": kind})
-        short.clear()
-
+    groups: list[list[Values]] = []
+    length_s = math.inf  # of the last group
     for interval in intervals:
-        if interval["end"] - interval["begin"] >= shortest_s:
-            join_short()
-            add(interval)
-            continue
-        short.append(interval)
-        if short[-1]["end"] - short[0]["begin"] >= shortest_s:
-            join_short()
-    join_short()
-    return found
+        is_long = interval["end"] - interval["begin"] >= shortest_s
+        if is_long or length_s >= shortest_s:
+            groups.append([])
+        groups[-1].append(interval)
+        length_s = interval["end"] - groups[-1][0]["begin"]
+    found: list[Values] = []
+    for group in groups:
+        filled = dict.fromkeys((interval["kind"] for interval in group), 0.0)
+        for interval in group:
+            filled[interval["kind"]] += interval["end"] - interval["begin"]
+        found.append(
+            {**group[0], "end": group[-1]["end"], "kind": max(filled, key=filled.__getitem__)}
+        )
+    alike = (list(same) for _, same in groupby(found, key=itemgetter("kind")))
+    return [{**same[0], "end": same[-1]["end"]} for same in alike]
 
 
 def series(points: Points, columns: int) -> list[tuple[Any, ...]]:
@@ -520,11 +466,9 @@ def series(points: Points, columns: int) -> list[tuple[Any, ...]]:
         return list(points)
     begin, end = points[0][0], points[-1][0]
     width = (end - begin) / columns or 1.0
-    by_column: dict[int, list[int]] = {}
-    for index, (x, *_) in enumerate(points):
-        by_column.setdefault(min(columns - 1, int((x - begin) / width)), []).append(index)
     kept: set[int] = set()
-    for indexes in by_column.values():
+    column_of = [min(columns - 1, int((x - begin) / width)) for x, *_ in points]
+    for indexes in grouped(range(len(points)), column_of.__getitem__).values():
         heights = [points[i][1] for i in indexes]
         low, high = heights.index(min(heights)), heights.index(max(heights))
         kept |= {indexes[0], indexes[-1], indexes[low], indexes[high]}

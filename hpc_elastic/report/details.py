@@ -17,7 +17,7 @@ from hpc_elastic.checkpoint.store import Store, directories_of
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.report.attempts import EventIndex
 from hpc_elastic.report.node_time import Account, account
-from hpc_elastic.report.progress_log import Point, Rates, rates, read_points
+from hpc_elastic.report.progress_log import TRAINING, Point, Rates, rates, read_points
 from hpc_elastic.report.report import About, Configuration, Report, WorkerFailure, report
 from hpc_elastic.report.run_view import (
     CANCELLED,
@@ -31,7 +31,7 @@ from hpc_elastic.report.run_view import (
     redact_argument,
 )
 from hpc_elastic.report.timeline import build_timeline
-from hpc_elastic.run.directory import RunDir, RunSpec
+from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import Event, EventReader, valid_events
 from hpc_elastic.shared_files import parse_yaml, read_tail, status_of
 from hpc_elastic.site import ExpectedStart, expected_start
@@ -51,10 +51,8 @@ class RunTask:
     is none."""
     node: str | None = None
     attempt: int | None = None
-    ranks: tuple[int, int] | None = None
-    """The first and the last rank of its workers; None if it is not in the group."""
-    time_left_s: float | None = None
-    """What is left of its time limit; None if it has none, or does not run."""
+    ranks: tuple[int, int] | None = None  # first and last of its workers; None outside of the group
+    time_left_s: float | None = None  # of its time limit; None if it has none, or does not run
     starts_in_s: float | None = None  # while it is pending, when it may start; None if unknown
     last_known: str | None = None
     """If the scheduler does not answer: ``running``, ``never started``, or how its last attempt
@@ -78,22 +76,18 @@ class RunDetails:
 
     view: RunView
     label: str
-    nodes: tuple[int, int, int] | None
-    """Nodes of the group now, and the fewest and most it may have; None if unknown."""
-    status: Point | None
-    """The last state of the group, with what is known of earlier ones; None if there is none."""
+    nodes: tuple[int, int, int] | None  # in the group now, fewest and most; None if unknown
+    status: Point | None  # the last state of the group, and what is known of before
     round: int
     tasks: Sequence[RunTask]
     pace: Rates
     saved: NewestCheckpoint | None
-    departures: Mapping[str, int]
-    """Number of ended attempts of tasks by how they ended (`NodeTime`)."""
+    departures: Mapping[str, int]  # ended attempts by how they ended (`NodeTime`)
     account: Account
     history: EventIndex
     points: Sequence[Point]
     notes: Sequence[str]  # what cannot be found out, and why
-    next_node: ExpectedStart | None = None
-    """When its next node is expected; None if no task waits, or none is needed."""
+    next_node: ExpectedStart | None = None  # None if no task waits, or none is needed
 
     @property
     def run_id(self) -> str:
@@ -172,49 +166,36 @@ def read_details(view: RunView) -> RunDetails:
             signs.append(view.cancellation.time)
         ended_at = max(signs, default=view.submitted or 0.0)
         view = replace(view, ended=replace(view.ended, time=ended_at))
-    lives = view.trains
-    names = current_names(view.spec) if view.spec is not None else []
-    running, waiting = None, set[str]()
-    if view.tasks is not None:
-        phases = {name: view.tasks[name].phase for name in names if name in view.tasks}
-        running = {n for n, phase in phases.items() if phase in (Phase.RUNNING, Phase.COMPLETING)}
-        waiting = {name for name, phase in phases.items() if phase is Phase.PENDING}
+    spec, lives = view.spec, view.trains
+    names = current_names(spec) if spec is not None else []
+    tasks = view.tasks or {}
+    phases = {name: tasks[name].phase for name in names if name in tasks}
+    running = {n for n, phase in phases.items() if phase in (Phase.RUNNING, Phase.COMPLETING)}
     spent = account(
         history, points, now=view.now if view.ended is None else view.ended.time,
-        running=running, waiting=waiting, submitted=view.submitted,
+        running=None if view.tasks is None else running, submitted=view.submitted,
+        waiting={name for name, phase in phases.items() if phase is Phase.PENDING},
     )  # fmt: skip
     stale_s = 0.0 if view.updated is None else view.now - view.updated
-    if stale_s > STALE_S and view.ended is None and view.phase in ("training", "waiting"):
+    if stale_s > STALE_S and view.ended is None and view.phase in (TRAINING, "waiting"):
         notes.append(f"no leader has written status.json for {stale_s:.0f} s")
     last = _last_known(points, lives=lives)
-    spec = view.spec
     wanted = spec and spec.settings.nodes
+    next_node = None
+    if spec is not None and view.ended is None and view.tasks:
+        next_node = expected_start(view.tasks.values(), view.now)
+        if next_node is not None and spec.settings.backend != "slurm":
+            why = "a local node starts when one of this machine's is free"
+            next_node = replace(next_node, at=None, why=why)
     return RunDetails(
-        view=view,
-        label=label_of(run, spec),
+        view=view, label=label_of(run, spec), status=last, next_node=next_node,
         nodes=(last.nodes if last and lives else 0, wanted.min, wanted.max) if wanted else None,
-        status=last,
         round=int(view.status.round) if view.status else 0,
         tasks=_tasks(view, history, names, {node.task: node.ended_by for node in spent.nodes}),
-        pace=rates(points) if lives else Rates(),
-        saved=_newest_checkpoint(view.run, points),
+        pace=rates(points) if lives else Rates(), saved=_newest_checkpoint(view.run, points),
         departures=Counter(node.ended_by for node in spent.nodes if node.ended_by),
-        account=spent,
-        history=history,
-        points=points,
-        notes=[*view.notes, *notes],
-        next_node=_next_node(view, spec),
-    )
-
-
-def _next_node(view: RunView, spec: RunSpec | None) -> ExpectedStart | None:
-    """Return when the next node of a run that goes on is expected; None if no task waits."""
-    if spec is None or view.ended is not None or not view.tasks:
-        return None
-    expected = expected_start(view.tasks.values(), view.now)
-    if expected is None or spec.settings.backend == "slurm":
-        return expected
-    return replace(expected, at=None, why="a local node starts when one of this machine's is free")
+        account=spent, history=history, points=points, notes=[*view.notes, *notes],
+    )  # fmt: skip
 
 
 def _last_known(points: Sequence[Point], *, lives: bool) -> Point | None:
@@ -224,30 +205,31 @@ def _last_known(points: Sequence[Point], *, lives: bool) -> Point | None:
     """
     if not points:
         return None
-    last = asdict(points[-1])
+    known: dict[str, Any] = {}
     for name in ("step", "total_steps", "loss", "samples", "checkpoint"):
         values = (getattr(p, name) for p in reversed(points))
-        last[name] = next((value for value in values if value is not None), None)
-    if not lives and None not in (last["step"], last["checkpoint"]):
-        last["step"] = max(last["step"], last["checkpoint"])
-    return Point(**last)
-
-
-# ---- checkpoints
+        known[name] = next((value for value in values if value is not None), None)
+    if not lives and None not in (known["step"], known["checkpoint"]):
+        known["step"] = max(known["step"], known["checkpoint"])
+    return replace(points[-1], **known)
 
 
 def _newest_checkpoint(run: RunDir, points: Sequence[Point]) -> NewestCheckpoint | None:
     """Return the newest checkpoint: on disk, or announced by a framework that keeps its own."""
     there = None
     with suppress(OSError):  # removed meanwhile, or the server is away
-        stores = [Store(directory) for directory in directories_of(run)]
-        if found := [(step, store.folder(step)) for store in stores for step in store.steps()]:
+        if found := _checkpoints(run):
             step, folder = max(found)
             there = NewestCheckpoint(step, status_of(folder).st_mtime, len(found))
     announced = _announced(points)
     if announced is None or (there is not None and there.step >= announced[0]):
         return there
     return NewestCheckpoint(*announced, 0 if there is None else there.kept)
+
+
+def _checkpoints(run: RunDir) -> list[tuple[int, Path]]:
+    stores = [Store(directory) for directory in directories_of(run)]
+    return [(step, store.folder(step)) for store in stores for step in store.steps()]
 
 
 def _announced(points: Sequence[Point]) -> tuple[int, float] | None:
@@ -273,9 +255,6 @@ def _announced(points: Sequence[Point]) -> tuple[int, float] | None:
             highest = max(highest, point.checkpoint)
             lost = None
     return known[-1] if known else None
-
-
-# ---- tasks
 
 
 def _tasks(
@@ -320,10 +299,9 @@ def report_of(view: RunView) -> Report:
     """Return the report of a run; raise RunDirectoryError if nothing of a run is there."""
     details = read_details(view)
     notes = list(details.notes)
-    timeline = build_timeline(details.history)
     return report(
-        _about(details), details.account, details.points, timeline, made=time.time(),
-        failures=_failures(details), kept=_kept(view.run, notes),
+        _about(details), details.account, details.points, build_timeline(details.history),
+        made=time.time(), failures=_failures(details), kept=_kept(view.run, notes),
         configuration=_configuration(details, notes), notes=notes,
     )  # fmt: skip
 
@@ -362,26 +340,19 @@ def _failures(details: RunDetails) -> Sequence[WorkerFailure]:
             ended_run=True,
         ))  # fmt: skip
     for number, failure in enumerate(found):
-        log, text = failure.log, ""
+        lines = list[str]()
         # a forged event may name a private file of the reader's, outside of the run
-        if log and Path(log).resolve().is_relative_to(run):
-            text = "\n".join(
-                cleaned(line, colours=False) for line in read_tail(Path(log)).splitlines()
-            )
-        found[number] = replace(
-            failure, traceback=redact(failure.traceback), last_lines=redact(text)
-        )
+        if failure.log and Path(failure.log).resolve().is_relative_to(run):
+            lines = read_tail(Path(failure.log)).splitlines()
+        text = redact("\n".join(cleaned(line, colours=False) for line in lines))
+        found[number] = replace(failure, traceback=redact(failure.traceback), last_lines=text)
     return found
 
 
 def _kept(run: RunDir, notes: list[str]) -> list[dict[str, Any]] | None:
     try:
-        stores = [Store(directory) for directory in directories_of(run)]
-        return [
-            {"step": step, "time": status_of(store.folder(step)).st_mtime}
-            for store in stores
-            for step in store.steps()
-        ]
+        found = _checkpoints(run)
+        return [{"step": step, "time": status_of(folder).st_mtime} for step, folder in found]
     except OSError as e:
         notes.append(f"the checkpoints cannot be listed: {e}")
         return None
@@ -389,9 +360,15 @@ def _kept(run: RunDir, notes: list[str]) -> list[dict[str, Any]] | None:
 
 def _configuration(details: RunDetails, notes: list[str]) -> Configuration:
     files, spec = RunDir(details.view.run.path), details.view.spec
-    config = _content(files, "config.yaml", spec, notes)
-    if config is None and spec is not None:
-        config = {"args": spec.entry.args} if spec.entry.kind == "function" else None
+    config: Any = None
+    try:
+        config = parse_yaml(files.hydra_text("config.yaml", spec), files.hydra / "config.yaml")
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as e:
+        notes.append(f"config.yaml cannot be read: {e}")
+    if config is None and spec is not None and spec.entry.kind == "function":
+        config = {"args": spec.entry.args}
     if isinstance(config, dict):
         config.pop("launcher", None)  # part of the settings
     provenance = dict(spec.provenance) if spec is not None else {}
@@ -400,14 +377,3 @@ def _configuration(details: RunDetails, notes: list[str]) -> Configuration:
         provenance["argv"] = [redact_argument(str(word)) for word in provenance["argv"]]
     settings = spec.settings.as_config() if spec is not None else None
     return Configuration(redact(settings), redact(config), redact(provenance))
-
-
-def _content(files: RunDir, name: str, spec: RunSpec | None, notes: list[str]) -> Any:
-    """Return the values of a file of ``.hydra``; None if there is none."""
-    try:
-        return parse_yaml(files.hydra_text(name, spec), files.hydra / name)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as e:
-        notes.append(f"{name} cannot be read: {e}")
-        return None

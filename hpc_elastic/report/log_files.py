@@ -23,18 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from hpc_elastic import shared_files
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.run import queue_name
 from hpc_elastic.run.directory import AGENT_LOG, RunDir, Submission
 from hpc_elastic.run.log_index import Index
-from hpc_elastic.shared_files import (
-    LATEST_TIME,
-    lines_in,
-    names_listed,
-    open_file,
-    parse_json,
-    status_of,
-)
 from hpc_elastic.slurm.nodelist import compress_indices
 from hpc_elastic.slurm.run_tasks import current_names
 
@@ -52,8 +45,7 @@ class LogSource:
     """``agent``: the log of the agent; ``slurm``, ``local``: output of the task that the launcher
     of that name has captured."""
     task: str
-    attempt: int | None = None
-    """The attempt; None for ``slurm`` and ``local``: all attempts write to one file."""
+    attempt: int | None = None  # None for ``slurm`` and ``local``: one file has all attempts
     round: int | None = None  # the round; None for ``agent``, ``slurm`` and ``local``
     rank: int | None = None
     host: str = ""  # the node; empty if it is unknown, or not the same for all attempts
@@ -209,8 +201,7 @@ class Discovery:
                 number = name.removeprefix("attempt-")
                 if number.isdecimal():
                     found += self._of_attempt(self._run.tasks / task / name, task, int(number))
-        found += self._captured(tasks)
-        return sorted(found, key=lambda source: source.order)
+        return sorted([*found, *self._captured(tasks)], key=lambda source: source.order)
 
     def _of_attempt(self, folder: Path, task: str, attempt: int) -> list[LogSource]:
         names, host = self._names(folder), self._host_of(task, attempt)
@@ -223,7 +214,13 @@ class Discovery:
     def _captured(self, tasks: Iterable[str]) -> Iterator[LogSource]:
         """Yield what Slurm has captured of the tasks, and of a co-allocated job's batch script."""
         submission = Submission(Path(self._spec.submission))
-        if not self._is_of_the_owner(submission):
+        try:
+            owners = {
+                shared_files.status_of(path).st_uid for path in (submission.path, self._run.spec)
+            }
+        except OSError:
+            return
+        if len(owners) > 1:  # run.json may name any folder
             return
         there = set(self._names(submission.logs))
         names = dict.fromkeys([*tasks, *current_names(self._spec)])
@@ -234,22 +231,20 @@ class Discovery:
                 host = hosts.pop() if len(hosts) == 1 else ""
                 yield LogSource(path, self._spec.settings.backend, name, host=host)
 
-    def _is_of_the_owner(self, submission: Submission) -> bool:
-        """Return whether the run's owner has the submission, too: run.json may name any folder."""
-        with contextlib.suppress(OSError):
-            return status_of(submission.path).st_uid == status_of(self._run.spec).st_uid
-        return False
-
     def _names(self, folder: Path) -> list[str]:
         """Return the names in a folder, read again after a change, and once more a tick later."""
         now = time.monotonic()
         try:
-            changed = status_of(folder).st_mtime_ns
+            changed = shared_files.status_of(folder).st_mtime_ns
             known = self._folders.get(folder)
             is_new = known is None or known[0] != changed
             if known is None or is_new or now >= known[1]:
                 again_at = now + _TICK_S if is_new else math.inf
-                known = self._folders[folder] = (changed, again_at, names_listed(folder))
+                known = self._folders[folder] = (
+                    changed,
+                    again_at,
+                    shared_files.names_listed(folder),
+                )
         except OSError:
             return []
         return known[2]
@@ -258,24 +253,21 @@ class Discovery:
         """Return the host of an attempt of a task; empty before the event of its start."""
         path = self._run.events(task)
         size, hosts = self._hosts.get(task, (0, {}))
-        if attempt not in hosts and path.name in self._names(path.parent):
-            try:
-                now = status_of(path).st_size
-                if now != size:
-                    hosts = _hosts_in(path)
-                    self._hosts[task] = (now, hosts)
-            except OSError:
-                return ""
+        with contextlib.suppress(OSError):
+            is_there = attempt not in hosts and path.name in self._names(path.parent)
+            if is_there and (now := shared_files.status_of(path).st_size) != size:
+                hosts = _hosts_in(path)
+                self._hosts[task] = (now, hosts)
         return hosts.get(attempt, "")
 
 
 def _hosts_in(events: Path) -> dict[int, str]:
     hosts = {}
-    for _, line in lines_in(events):
+    for _, line in shared_files.lines_in(events):
         if b'"kind": "task"' not in line:
             continue
         try:
-            event = parse_json(line, events)
+            event = shared_files.parse_json(line, events)
             hosts[int(event["attempt"])] = str(event["host"])
         except (ValueError, KeyError, TypeError, OverflowError):
             continue
@@ -311,8 +303,10 @@ class LogReader:
     def redrawn(self) -> LogLine | None:
         """Return the present state of a progress bar; None if the last line is complete."""
         state = self._splitter.state()
-        self._last = max(self._last, modified_at(self.source.path)) if state else self._last
-        return LogLine(self._last, self.source, state, timed=False) if state else None
+        if not state:
+            return None
+        self._last = max(self._last, modified_at(self.source.path))
+        return LogLine(self._last, self.source, state, timed=False)
 
     def rest(self) -> list[LogLine]:
         """Return the last line if it has no end of line."""
@@ -340,14 +334,11 @@ def lines(source: LogSource, start: int = 0, until: int | None = None) -> Iterat
 
 def begin_of(source: LogSource, since: float | None) -> float | None:
     """Return a lower bound of the times of a file's lines since a time; None if it has none."""
-    if not size_of(source.path):
-        return None
-    last = modified_at(source.path)
-    if since is not None and last < since - _LATE_S:
+    last, since = modified_at(source.path), -math.inf if since is None else since
+    if not size_of(source.path) or last < since - _LATE_S:
         return None
     begin = Index(source.path).first_time
-    begin = last if begin is None else begin
-    return begin if since is None else max(begin, since)
+    return max(last if begin is None else begin, since)
 
 
 def start_of(source: LogSource, since: float | None) -> int:
@@ -379,8 +370,7 @@ def tail(
         if full and modified_at(source.path) + _LATE_S < found[0].time:
             break
         end, floor = (until or {}).get(source.path), start_of(source, since)
-        count, start, last = num_lines, floor + 1, deque[LogLine]()
-        before = start + 1
+        count, start, before, last = num_lines, floor + 1, floor + 2, deque[LogLine]()
         while len(last) < num_lines and floor < start != before:  # four times as many while few
             before, start = start, max(floor, _start_of_last(source.path, count, end))
             last = deque((line for line in lines(source, start, end) if keep(line)), num_lines)
@@ -401,10 +391,7 @@ def _start_of_last(path: Path, num_lines: int, until: int | None) -> int:
         block = _bytes_at(path, first, at - first)
         ends = block.count(b"\n")
         if ends >= num_lines:
-            found = -1
-            for _ in range(ends - num_lines + 1):
-                found = block.index(b"\n", found + 1)
-            return first + found + 1
+            return first + len(block) - len(block.split(b"\n", ends - num_lines + 1)[-1])
         num_lines -= ends
         at = first
         farthest = at - _LONGEST_BACK if ends else farthest
@@ -419,7 +406,7 @@ def line_start(path: Path, offset: int) -> int:
 def size_of(path: Path) -> int:
     """Return the size of a file; 0 if it cannot be read."""
     try:
-        return status_of(path).st_size
+        return shared_files.status_of(path).st_size
     except OSError:
         return 0
 
@@ -427,14 +414,14 @@ def size_of(path: Path) -> int:
 def modified_at(path: Path) -> float:
     """Return when a file was last written to; 0 if it cannot be read."""
     try:
-        return min(max(0.0, status_of(path).st_mtime), LATEST_TIME)
+        return min(max(0.0, shared_files.status_of(path).st_mtime), shared_files.LATEST_TIME)
     except OSError:
         return 0.0
 
 
 def _bytes_at(path: Path, offset: int, num_bytes: int) -> bytes:
     try:
-        with open_file(path) as f:
+        with shared_files.open_file(path) as f:
             f.seek(offset)
             return f.read(num_bytes)
     except OSError:
@@ -444,7 +431,7 @@ def _bytes_at(path: Path, offset: int, num_bytes: int) -> bytes:
 def _data_after(path: Path, offset: int) -> int:
     """Return where the data of a file goes on at or after a byte; its end if there is a hole."""
     try:
-        with open_file(path) as f:
+        with shared_files.open_file(path) as f:
             return os.lseek(f.fileno(), offset, os.SEEK_DATA)
     except OSError as e:
         return size_of(path) if e.errno == errno.ENXIO else offset
@@ -460,10 +447,8 @@ INDEX_WAIT_S = 1.0  # time for which a followed line waits for its time in the i
 _FIND_S = 0.5  # interval of searches for new files
 _BAR_S = 10.0  # interval of returned states of a progress bar
 _IDLE_S = 0.5  # longest interval of reads of a file that does not grow
-_SHARE = 10
-"""At most a tenth of the time is spent on searching files, and as much on checking their sizes."""
-_OVER_AFTER_S = 5.0
-"""Time after which a file is closed that does not grow, if its task writes a newer one."""
+_SHARE = 10  # a tenth of the time, at most, for searching files, and for checking their sizes
+_OVER_AFTER_S = 5.0  # a file that does not grow is closed if its task writes a newer one
 
 _LINES_A_POLL = 10_000  # lines of one file in one poll, so that the other files are not delayed
 _BYTES_A_POLL = 64 << 20  # bytes of one file in one poll: they are in memory
@@ -480,8 +465,7 @@ class Follower:
         self._settling = Settling()
         self._newest: dict[str, LogSource] = {}
         self._find_at = self._read_at = 0.0
-        self.last_news = time.monotonic()
-        """Time of the last read that returned lines, in monotonic seconds."""
+        self.last_news = time.monotonic()  # last read that returned lines, monotonic
 
     def skip(self, sources: Sequence[LogSource]) -> dict[Path, int]:
         """Skip the present content of files, which the caller reads up to the returned bytes.
@@ -502,8 +486,7 @@ class Follower:
         now = time.monotonic()
         if now >= self._find_at:
             self._find()
-            took_s = time.monotonic() - now
-            self._find_at = now + max(_FIND_S, _SHARE * took_s)
+            self._find_at = now + max(_FIND_S, _SHARE * (time.monotonic() - now))
         if now >= self._read_at:
             without_news_s = sum(self._read(file, now) for file in self._files.values())
             self._read_at = now + _SHARE * without_news_s
@@ -556,10 +539,9 @@ class _Followed:
 
     def bar(self, now: float) -> list[LogLine]:
         """Return the state of a progress bar, if it is due and has changed."""
-        if now - self._bar_at < _BAR_S:
-            return []
-        self._bar_at = now
-        line = self.reader.redrawn()
+        line = None
+        if now - self._bar_at >= _BAR_S:
+            self._bar_at, line = now, self.reader.redrawn()
         if line is None or line.text == self._bar:
             return []
         self._bar = line.text
@@ -582,17 +564,14 @@ class _Followed:
         self._waits_since, self.grew_at = None, now
         found, begin = list[LogLine](), reader.offset
         while len(found) < _LINES_A_POLL and reader.offset - begin < _BYTES_A_POLL:
-            lines = reader.read(until)
-            if lines is None:
+            if (lines := reader.read(until)) is None:
                 break
             found += lines
         return found
 
     def drain(self) -> list[LogLine]:
-        found: list[LogLine] = []
-        while (lines := self.reader.read()) is not None:
-            found += lines
         self.is_closed = True
+        found = [line for lines in iter(self.reader.read, None) for line in lines]
         return found + self.reader.rest()
 
 
@@ -603,8 +582,7 @@ class Settling:
     and all earlier lines are released with it.
     """
 
-    def __init__(self, settle_s: float = SETTLE_S) -> None:
-        self._settle_s = settle_s
+    def __init__(self) -> None:
         self._waiting: list[tuple[float, LogLine]] = []
 
     def add(self, lines: Iterable[LogLine], now: float) -> None:
@@ -613,7 +591,7 @@ class Settling:
 
     def take_due(self, now: float) -> list[LogLine]:
         """Return the lines that were held back long enough, in order; at infinity, all."""
-        waited = (line.time for at, line in self._waiting if now - at >= self._settle_s)
+        waited = (line.time for at, line in self._waiting if now - at >= SETTLE_S)
         until = max(waited, default=-math.inf)
         due = [line for _, line in self._waiting if line.time <= until]
         self._waiting = [(at, line) for at, line in self._waiting if line.time > until]
@@ -632,11 +610,9 @@ def readable_until(*, size: int, read: int, covered: int, waited_s: float) -> in
 
 def is_over(source: LogSource, newest: LogSource) -> bool:
     """Return whether a file is complete: ``newest``, of the same task, is a later one (pure)."""
-    if source.attempt is None:
-        return False
-    ours, newests = source.attempt, newest.attempt or 0
-    earlier = source.round is not None and source.round < (newest.round or 0)
-    return ours < newests or (ours == newests and earlier)
+    if source.attempt is None or source.attempt != newest.attempt:
+        return source.attempt is not None and source.attempt < (newest.attempt or 0)
+    return source.round is not None and source.round < (newest.round or 0)
 
 
 def newest_of_tasks(sources: Iterable[LogSource]) -> dict[str, LogSource]:

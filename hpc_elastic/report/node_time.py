@@ -21,7 +21,7 @@ from functools import cached_property
 from itertools import pairwise, zip_longest
 from operator import attrgetter
 
-from hpc_elastic.report import KINDS
+from hpc_elastic.report import KINDS, grouped
 from hpc_elastic.report.attempts import EventIndex, Round, TaskAttempt, time_of
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.run.events import Event
@@ -144,20 +144,16 @@ def account(
     resumed = list(map(time_of, history.of("resume")))
     queued = _queued(attempts, waiting, now=now, submitted=submitted, resumed=resumed)
     sizes = tuple(_sizes(rounds, attempts, has_replicas=history.has_replicas))
-    counted = any(r.first_steps for r in rounds)
-    return Account(nodes, queued, sizes, counted, _given_back(attempts, queued))
-
-
-def _given_back(attempts: Iterable[_Held], queued: Mapping[str, Sequence[Interval]]) -> GivenBack:
     given = [held for held in attempts if held.attempt.given_for and held.ended_by is not None]
     away_s = 0.0
     for held in given:
         waits = (i.length_s for i in queued.get(held.attempt.task, ()) if i.end > held.end)
         away_s += next(waits, 0.0)
-    return GivenBack(len({held.attempt.given_for for held in given}), len(given), away_s)
+    back = GivenBack(len({held.attempt.given_for for held in given}), len(given), away_s)
+    return Account(nodes, queued, sizes, any(r.first_steps for r in rounds), back)
 
 
-# ---- attempts: from when to when they had their nodes --------------------------------------
+# ---- attempts: from when to when they had their nodes
 
 
 @dataclass(frozen=True)
@@ -175,8 +171,7 @@ def _attempts(
     history: EventIndex, points: Sequence[Point], *, now: float, running: Collection[str] | None
 ) -> list[_Held]:
     signs = sorted([*(event["time"] for event in history.events), *(p.time for p in points)])
-    run_ends = list(map(time_of, history.of("end")))
-    resumes = list(map(time_of, history.of("resume")))
+    run_ends, resumes = (list(map(time_of, history.of(kind))) for kind in ("end", "resume"))
     found = []
     for of_task in history.by_task():
         for attempt, following in zip_longest(of_task, of_task[1:]):
@@ -194,10 +189,10 @@ def _attempts(
                 reason = str(exits[-1].get("reason") or exits[-1]["kind"])
                 means = exits[-1].get("means") if reason == "signal" else None
                 end, why = time_of(exits[0]), str(means or reason)
-            may_run = over == next_begin == math.inf and (
-                running is None or attempt.task in running
-            )
-            if end is None and not may_run:  # it ended with the last sign of the run
+            may_run = running is None or attempt.task in running
+            if end is None and not (
+                may_run and over == next_begin == math.inf
+            ):  # it ended with the last sign of the run
                 at = bisect_right(signs, limit)
                 end = signs[at - 1] if at else limit
                 why = "end" if over == run_end < math.inf and over <= next_begin else "silence"
@@ -207,7 +202,7 @@ def _attempts(
     return sorted(found, key=lambda held: held.begin)
 
 
-# ---- rounds: when they trained -------------------------------------------------------------
+# ---- rounds: when they trained
 
 
 @dataclass(frozen=True)
@@ -220,8 +215,7 @@ class _Trained:
     first_steps: Mapping[TaskAttempt, Event]
     """The event of the first step of each member whose workers have made one; of a replica, the
     last that it made during the round."""
-    going_on: frozenset[TaskAttempt]
-    """Members whose workers trained in the round before, and go on (``ft``)."""
+    going_on: frozenset[TaskAttempt]  # with ft=true: whose workers trained in the round before
     trains_from: float | None  # when its first node made a step; None if none did
     still_trains: bool  # whether it trains from its beginning, by such members
 
@@ -272,15 +266,10 @@ def _sizes(
             yield Size(end, 0, 0)
 
 
-# ---- one round, the same for all of its nodes ----------------------------------------------
-
-
 def _courses(rounds: Sequence[_Trained], points: Sequence[Point]) -> dict[int, list[Interval]]:
     """Return what the time of each round was spent on, by its number."""
     high, courses = 0, {}
-    by_round: dict[int, list[Point]] = {}
-    for point in points:
-        by_round.setdefault(point.round, []).append(point)
+    by_round = grouped(points, lambda point: point.round)
     for one in rounds:
         begin, end = one.trains_from, one.end
         if begin is None:
@@ -335,9 +324,6 @@ def _under(above: Iterable[Interval], below: Sequence[Interval]) -> list[Interva
     return [*found, *rest]
 
 
-# ---- one attempt of one task ---------------------------------------------------------------
-
-
 def _node_time(
     held: _Held,
     rounds: Sequence[_Trained],
@@ -366,10 +352,8 @@ def _node_time(
             found += _cut(courses.get(one.round.number, []), trains, end)
     found += _waited(at, held.end, trained)
     intervals = tuple(_joined(interval for interval in found if interval.length_s > 0))
-    return NodeTime(
-        attempt.task, attempt.attempt, attempt.host, held.begin, held.end, held.ended_by,
-        intervals,
-    )  # fmt: skip
+    names = attempt.task, attempt.attempt, attempt.host
+    return NodeTime(*names, held.begin, held.end, held.ended_by, intervals)
 
 
 def _cut(intervals: Sequence[Interval], begin: float, end: float) -> Iterator[Interval]:
@@ -388,22 +372,19 @@ def _waited(begin: float, end: float, trained: Sequence[Interval]) -> Iterator[I
         yield from _under(_cut(trained, begin, end), [Interval(begin, end, "rendezvous")])
 
 
-def _joined(intervals: Iterable[Interval]) -> Iterator[Interval]:
-    """Yield intervals in order; neighbours of one kind are one."""
-    last: Interval | None = None
+def _joined(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return intervals in order; neighbours of one kind are one."""
+    found: list[Interval] = []
     for interval in sorted(intervals, key=_BEGIN):
+        last = found[-1] if found else None
         if last is not None and last.kind == interval.kind and interval.begin <= last.end + 1e-6:
-            last = Interval(last.begin, max(last.end, interval.end), last.kind)
-            continue
-        if last is not None:
-            yield last
-        last = interval
-    if last is not None:
-        yield last
+            found[-1] = Interval(last.begin, max(last.end, interval.end), last.kind)
+        else:
+            found.append(interval)
+    return found
 
 
-_RESUMED_WITHIN_S = 5.0
-"""The event `resume` is written up to this long after the first of the new tasks has started."""
+_RESUMED_WITHIN_S = 5.0  # from the start of the first of the new tasks to the event `resume`
 
 
 def _queued(
@@ -415,11 +396,9 @@ def _queued(
     resumed: Sequence[float],
 ) -> dict[str, tuple[Interval, ...]]:
     """Return when each task waited for a node; tasks of a resumed run from then on."""
-    by_task: dict[str, list[_Held]] = {task: [] for task in waiting}
-    for held in attempts:
-        by_task.setdefault(held.attempt.task, []).append(held)
+    by_task = grouped(attempts, lambda held: held.attempt.task)
     queued = {}
-    for task, its in by_task.items():
+    for task, its in ({task: list[_Held]() for task in waiting} | by_task).items():
         begins = [*(held.begin for held in its), now if task in waiting else None]
         first = its[0].begin if its else now
         began = [time for time in resumed if time <= first + _RESUMED_WITHIN_S]

@@ -24,7 +24,7 @@ from markupsafe import Markup
 from hpc_elastic._util import counted, duration, node_time
 from hpc_elastic.config.schema import BACKENDS, NodeRange, RunSettings
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.report import charts
+from hpc_elastic.report import charts, grouped
 from hpc_elastic.report.run_view import CANCELLED, LOST
 from hpc_elastic.report.timeline import lost_steps
 
@@ -205,31 +205,30 @@ def _losses(changes: Iterable[Values]) -> Iterator[tuple[int | None, bool]]:
 
 def by_cause(changes: Sequence[Values]) -> list[dict[str, Any]]:
     """Return the sums of the known costs of faults by cause, the costliest first."""
-    by_cause: dict[str, list[Values]] = {}
-    for fault in (change for change in changes if change["fault"]):
-        by_cause.setdefault(fault["cause"], []).append(fault)
+    faults = (change for change in changes if change["fault"])
     rows = [
         {"cause": cause, "count": len(same),
          "node_s": sum(fault["node_s"] for fault in same),
          "pause_s": sum(f["pause_s"] or 0.0 for f in same)
                     if any(f["pause_s"] is not None for f in same) else None,
          "lost": lost_steps(_losses(same)).removesuffix(" lost")}
-        for cause, same in by_cause.items()
+        for cause, same in grouped(faults, lambda fault: fault["cause"]).items()
     ]  # fmt: skip
     return sorted(rows, key=lambda row: -row["node_s"])
 
 
 def alike(failures: Sequence[Values]) -> list[dict[str, Any]]:
     """Return failures of workers with the same error together, the one that ended the run first."""
-    found: dict[tuple[str, str | None], list[Values]] = {}
-    for f in failures:
-        error = re.sub(rf"^(?:rank|task) \S+ on {re.escape(f['host'])}: ", "", f["error"])
-        found.setdefault((error, f["traceback"]), []).append(f)
+
+    def error_of(f: Values) -> tuple[str, str | None]:
+        where = rf"^(?:rank|task) \S+ on {re.escape(f['host'])}: "
+        return re.sub(where, "", f["error"]), f["traceback"]
+
     groups = [
         {"error": error, "failures": same, "hosts": Counter(f["host"] for f in same).most_common(),
          "ended_run": any(f["ended_run"] for f in same),
          "shown": next((f for f in reversed(same) if f["last_lines"]), same[-1]), "last": same[-1]}
-        for (error, _), same in found.items()
+        for (error, _), same in grouped(failures, error_of).items()
     ]  # fmt: skip
     return sorted(groups, key=lambda g: (not g["ended_run"], -len(g["failures"])))
 

@@ -18,8 +18,7 @@ TRAINING = "training"
 _RECENT_S = 300.0
 """The pace is that of the last five minutes, or of `_FEWEST` points if these are further apart."""
 _FEWEST, _MOST = 5, 60
-_MOST_POINTS = 1_000_000
-"""Number of points of a run that are kept, the newest: they are all in memory."""
+_MOST_POINTS = 1_000_000  # of a run, the newest: they are all in memory
 _LARGEST = 1e300  # no value is as large; an integer beyond it is no float
 
 

@@ -32,8 +32,7 @@ from hpc_elastic.slurm.job_state import Phase, TaskState, words_of
 from hpc_elastic.slurm.run_tasks import current_names
 from hpc_elastic.slurm.scheduler import QueueSnapshot, take_snapshot
 
-STALE_S = 30.0
-"""Age of status.json from which on no leader lives: one writes it about once a second."""
+STALE_S = 30.0  # age of status.json, written about once a second, from which on no leader lives
 
 NOT_SUBMITTED = "not submitted"
 LOST, CANCELLED, SUCCEEDED = "lost", "cancelled", "succeeded"
@@ -43,8 +42,7 @@ _PURGED_S = 300.0
 be newer than the answer of a squeue that is a cache."""
 _TOO_LARGE = 1e11  # no time, step or count of a run is as large: the file is damaged
 
-Query = Callable[[Sequence[RunSpec]], QueueSnapshot]
-"""Lists the tasks of runs, as `take_snapshot` does."""
+Query = Callable[[Sequence[RunSpec]], QueueSnapshot]  # lists the tasks of runs, as `take_snapshot`
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,7 @@ class RunEnd:
     ``unknown`` (its result cannot be read)."""
     time: float  # Unix seconds; of a run without a result, of its last sign
     why: str | None = None
-    failure: Mapping[str, Any] | None = None
-    """The first failure as in result.json; None if there was none."""
+    failure: Mapping[str, Any] | None = None  # the first one, as in result.json
     restarts: int = 0
     values: Mapping[int, Any] = field(default_factory=dict)
     """Return values of the workers, by global rank, if they were read (`RunHandle.read_end`)."""
@@ -81,8 +78,7 @@ class RunEnd:
 
     def to_json(self) -> dict[str, Any]:
         """Return what commands print of it."""
-        shown = {"status": self.status, "time": self.time, "why": self.why}
-        return {**shown, "failure": self.failure}
+        return {name: getattr(self, name) for name in ("status", "time", "why", "failure")}
 
 
 @dataclass(frozen=True)
@@ -101,15 +97,11 @@ class RunView:
     submitted: float | None  # when it was submitted, in Unix seconds; None if unknown
     status: Point | None
     updated: float | None  # when the leader wrote `status`, in Unix seconds; None if it has not
-    members: Sequence[tuple[str, int]]
-    """Task and number of workers of each member of that group, by group rank."""
+    members: Sequence[tuple[str, int]]  # of that group, by group rank: task and number of workers
     num_joined: int
-    restarts: tuple[int, int]
-    """Restarts that failures of workers have spent, and how many are allowed."""
-    stragglers: Sequence[Mapping[str, Any]]
-    """Ranks that are persistently slower than the others, as in status.json."""
-    warnings: Sequence[str]
-    """What is wrong with the training though it continues, as in status.json."""
+    restarts: tuple[int, int]  # that failures of workers have spent, and how many are allowed
+    stragglers: Sequence[Mapping[str, Any]]  # persistently slow ranks, as in status.json
+    warnings: Sequence[str]  # what is wrong though the training continues, as in status.json
     cancellation: Cancellation | None
     ended: RunEnd | None
     notes: tuple[str, ...]
@@ -142,13 +134,13 @@ class RunView:
     def describe(self) -> str:
         """Return what the run is doing: ``it waits: 2 tasks PENDING (Resources)``."""
         if (end := self.ended) is not None:
-            if end.status in (LOST, CANCELLED):
-                what = f"it is lost: {end.why}" if end.status == LOST else str(end.why)
-                resume = f"hpc-elastic resume {quoted(self.run.path)}"
-                return f"{what}; to continue from its last checkpoint: {resume}"
             if end.status == "unknown":
                 return f"it has ended, but {self.run.result} cannot be read"
-            return f"it has ended: {end.status}"
+            if end.has_result:
+                return f"it has ended: {end.status}"
+            what = f"it is lost: {end.why}" if end.status == LOST else str(end.why)
+            resume = f"hpc-elastic resume {quoted(self.run.path)}"
+            return f"{what}; to continue from its last checkpoint: {resume}"
         if self.spec is None:
             return f"it is not known what it is doing: {'; '.join(self.notes)}"
         if self.tasks is None:
@@ -167,9 +159,6 @@ class RunView:
         """Return the view of this run if it has ended without a result."""
         end = _end_without_result(self.cancellation, self.tasks, self.updated or self.submitted)
         return replace(self, phase=end.status, ended=end)
-
-
-# ---- reading
 
 
 def read_view(run: Path, query: Query = take_snapshot) -> RunView:
@@ -204,19 +193,18 @@ class RunReading:
     def read(cls, run: RunDir, known: RunReading | None = None) -> RunReading:
         """Read the files of a run; those that its leader writes alone, if the spec is known."""
         notes: list[str] = []
-        known = known if known is not None and known.spec is not None else None
-        spec = None if known is None else known.spec
-        if spec is None:
+        if known is None or known.spec is None:
+            known = cls(run, cancellation=run.cancellation())
             try:
-                spec = run.load()
+                known = replace(known, spec=run.load())
             except RunDirectoryError as e:
                 notes.append(str(e))
-        found, _ = _read(run.status, notes)
-        before = {} if known is None else known.status  # it may be replaced at this moment
-        status = before if found is None else found
+        status, _ = _read(run.status, notes)
         result, unreadable = _read(run.result, notes, damaged={"status": "unknown"})
-        cancellation = run.cancellation() if known is None else known.cancellation
-        return cls(run, spec, status, result, cancellation, tuple(notes), unreadable)
+        return replace(
+            known, status=known.status if status is None else status,  # replaced at this moment
+            result=result, notes=tuple(notes), unreadable=unreadable,
+        )  # fmt: skip
 
     def tasks_in(self, queue: QueueSnapshot) -> tuple[dict[str, TaskState] | None, str | None]:
         """Return the tasks of the run in an answer of the scheduler; if unknown, None and why."""
@@ -244,16 +232,16 @@ class RunReading:
             age_s=now - (updated or submitted or now),
             cancelled=self.cancellation is not None,
         )
-        is_submitted = bool(tasks) or result is not None or _is_submitted(spec)
+        is_submitted = bool(tasks) or result is not None
+        with suppress(OSError):  # not as far as is known
+            is_submitted = is_submitted or (spec is not None and bool(current_names(spec)))
         if spec is not None and not (is_submitted or status):
             phase = NOT_SUBMITTED
         spent = (result or {}).get("restarts") or status.get("restarts")
         allowed = spec.settings.launcher.max_restarts if spec else status.get("max_restarts")
         last_sign = updated or submitted
-        ended = None
-        if result is not None:
-            ended = end_with_result(result, last_sign or 0.0)
-        elif phase in (LOST, CANCELLED):
+        ended = None if result is None else end_with_result(result, last_sign or 0.0)
+        if ended is None and phase in (LOST, CANCELLED):
             ended = _end_without_result(self.cancellation, tasks, last_sign)
         return RunView(
             self.run, spec, now, phase, tasks, why_unknown, is_submitted, submitted,
@@ -308,9 +296,6 @@ def unescaped(override: str) -> str:
     return re.sub(r"\\(.)", r"\1", override)
 
 
-# ---- decisions (pure)
-
-
 def phase_of(
     tasks: Mapping[str, TaskState] | None,
     reported: str,
@@ -355,12 +340,6 @@ def number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and abs(value) < _TOO_LARGE else None
 
 
-def _is_submitted(spec: RunSpec | None) -> bool:
-    with suppress(OSError):  # not as far as is known
-        return spec is not None and bool(current_names(spec))
-    return False
-
-
 def _submitted(spec: RunSpec | None) -> float | None:
     try:
         return datetime.fromisoformat(spec.provenance["time"]).timestamp() if spec else None
@@ -399,10 +378,9 @@ def members_of(status: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 def stop_s(spec: RunSpec) -> float:
     """Return the seconds between SIGTERM and the end of a run's tasks, at most (pure)."""
-    kill_wait_s = max(terms.kill_wait_s for terms in spec.terms)
-    if spec.settings.backend == "slurm":
-        return kill_wait_s
-    return max(kill_wait_s, spec.settings.launcher.agent.stop_timeout_s)
+    settings, is_slurm = spec.settings.launcher, spec.settings.backend == "slurm"
+    own_s = 0.0 if is_slurm else settings.agent.stop_timeout_s
+    return max(own_s, *(terms.kill_wait_s for terms in spec.terms))
 
 
 def end_limit_s(spec: RunSpec) -> float:
@@ -417,11 +395,12 @@ def failure_in_line(failure: Mapping[str, Any] | None) -> str | None:
     """Return a failure in one line; None if there was none."""
     if not failure:
         return None
-    where = f"rank {failure.get('rank')} on {failure.get('host')}"
-    if failure.get("phase") == "start":
-        where = f"task {failure.get('task')} on {failure.get('host') or 'an unknown node'}"
-    if failure.get("phase") == "lead":
-        where = f"the leader, task {failure.get('task')} on {failure.get('host')}"
+    phase, task, host = (failure.get(key) for key in ("phase", "task", "host"))
+    where = f"rank {failure.get('rank')} on {host}"
+    if phase == "start":
+        where = f"task {task} on {host or 'an unknown node'}"
+    if phase == "lead":
+        where = f"the leader, task {task} on {host}"
     what = str(failure.get("message") or "").strip().partition("\n")[0]
     error = failure.get("exception")
     how = _ended_by(failure) or (f"{error}: {what}" if error else what)
@@ -434,14 +413,12 @@ def failures_in_full(
     """Return the lines of the first failure in full, and one for each later one."""
     lines = ["no worker's failure was recorded"]
     if first:
+        error, message = first.get("exception"), first.get("message")
         lines = [f"first failure: {_place(first)}: {_cause(first)}"]
         if first.get("traceback"):
             lines.append(quoted_text(str(first["traceback"]).rstrip()))
-        elif first.get("message") != _cause(first) and (
-            first.get("exception") or first.get("message")
-        ):
-            what = f"{first.get('exception') or 'error'}: {first.get('message') or ''}"
-            lines.append(quoted_text(what))
+        elif message != _cause(first) and (error or message):
+            lines.append(quoted_text(f"{error or 'error'}: {message or ''}"))
         if first.get("remedy"):
             lines.append(str(first["remedy"]))
     for failed in later:

@@ -137,31 +137,29 @@ _FACTS: dict[str, tuple[str, ...]] = {
     "growth_decision": ("nodes", "grows"),
     "sweep_decision": ("runs",),
     "leader_failed": ("host", "terms", "again"),
-    **dict.fromkeys(("hang", "straggler", "preflight", "gpus_not_measured"), ()),
-    "notice_command_failed": (),
-    **dict.fromkeys(("warm_worker_died", "slow_exit", "group_mismatch", "bad_loss"), ()),
-    **dict.fromkeys(("checkpoint_recovered", "state_mismatch", "heal_failed", "state_unsaved"), ()),
-    **dict.fromkeys(("cancel", "preempt", "kill", "resume"), ()),
-}
+    **dict.fromkeys((
+        "hang", "straggler", "preflight", "gpus_not_measured", "notice_command_failed",
+        "warm_worker_died", "slow_exit", "group_mismatch", "bad_loss", "checkpoint_recovered",
+        "state_mismatch", "heal_failed", "state_unsaved", "cancel", "preempt", "kill", "resume",
+    ), ()),
+}  # fmt: skip
 """Kind of event that changes no group -> the fields that its entry has as facts; none: all."""
 
 
 def _asides(run: EventIndex) -> Iterator[TimelineEntry]:
     for event in run.events:
-        kind = event["kind"]
-        if kind not in _FACTS and kind not in ("scale_up_decision", "tasks_restarted"):
-            continue
-        time, facts = time_of(event), dict[str, Any]()
+        kind, time = event["kind"], time_of(event)
         if kind == "scale_up_decision" and event.get("admit") == "not now":
             kind = "parked"
-            facts = {"hosts": [run.host_at(task, time) for task in event.get("waiting", ())]}
+            facts: dict[str, Any] = {}
+            facts["hosts"] = [run.host_at(task, time) for task in event.get("waiting", ())]
         elif kind == "tasks_restarted":
             tasks = [str(task) for task in event.get("tasks", ())]
             hosts = [run.host_at(task, time) for task in tasks]
             avoids = [str(host) for host in event.get("avoids", ())]
             facts = {"tasks": tasks, "hosts": hosts, "avoids": avoids}
-        elif kind == "scale_up_decision" or (kind == "nodes_requeued" and "nodes" not in event):
-            continue  # a node's own requeue
+        elif kind not in _FACTS or (kind == "nodes_requeued" and "nodes" not in event):
+            continue  # the latter is a node's own requeue
         else:
             exclusion = run.excluded.get(str(event.get("host")))
             if kind == "host_failure" and exclusion and time_of(exclusion) - time < 1.0:
@@ -180,8 +178,7 @@ def _never_members(run: EventIndex) -> Iterator[TimelineEntry]:
             continue
         for kind, event in attempt.ends_after(0.0).items():
             if kind in ("task_exited", "agent_failed"):
-                causes = (_why_left(attempt, {}),)
-                yield TimelineEntry(kind, time_of(event), causes)
+                yield TimelineEntry(kind, time_of(event), (_why_left(attempt, {}),))
 
 
 # ---- the group: from each round to the next
@@ -236,9 +233,8 @@ class _Change:
             self._new_leader = _host_of(run, self._leader)
         self._stop = _stop_of(run, before, until=after.time)
         stopped = [m.stopped[before.number] for m in self._was if before.number in m.stopped]
-        self._broke_at = min(map(time_of, stopped), default=after.time)
-        if self._stop is not None:
-            self._broke_at = time_of(self._stop)
+        signs = stopped if self._stop is None else [self._stop]
+        self._broke_at = min(map(time_of, signs), default=after.time)
         self._saved: int | None = (self._stop or {}).get("step")
         self._cost = _cost(
             stopped or _signs_of(run, before), _first_steps(after),
@@ -272,12 +268,9 @@ class _Change:
         old = self._old_leader
         led = old is not None and old is not self._leader and old["task"] == member.task
         # when it was given up without an announcement, or replaced as leader
-        given_up_at = self._after.time if led else math.inf
-        for event in self._losses(self._before.time):
-            if event["task"] == member.task:
-                given_up_at = time_of(event)
-                break
-        since = self._before.time
+        since, ours = self._before.time, self._after.time if led else math.inf
+        losses = (time_of(e) for e in self._losses(since) if e["task"] == member.task)
+        given_up_at = next(losses, ours)
         cause = _why_left(member, self._run.excluded, since=since, led=led, without_it=given_up_at)
         # no event has the time at which a leader died: the others stopped when they noticed
         return cause if cause.time else replace(cause, time=self._broke_at)
@@ -293,15 +286,15 @@ class _Change:
         found, stop = list[Cause](), self._stop
         for event in self._run.of("restart", after=self._before.time, until=self._after.time):
             hosts = (str(event["host"]),) if event.get("host") else ()
-            found.append(
-                Cause("worker_failed", self._broke_at, hosts, str(event.get("failure", "")))
-            )
+            why = str(event.get("failure", ""))
+            found.append(Cause("worker_failed", self._broke_at, hosts, why))
         if not self._departed and self._new_leader is not None:
             old = str(_host_of(self._run, self._old_leader))
             found.append(Cause("leader_changed", self._broke_at, (old,)))
-        if stop is not None and stop.get("cause") == "agent_restarted":
+        how = (stop or {}).get("cause")
+        if stop is not None and how == "agent_restarted":
             found.append(Cause("agent_restarted", self._broke_at, detail=str(stop["reason"])))
-        if stop is not None and stop.get("cause") == "node_lost" and self._new_leader is None:
+        if stop is not None and how == "node_lost" and self._new_leader is None:
             # Members that were given up, and are members again. A leader that was replaced may have
             # been cut off itself, so its reports of others do not count. Those of the present
             # leader count if they ended the round.
@@ -320,12 +313,12 @@ class _Change:
 
 
 _TOGETHER_S = 5.0  # time within which replicas leave together
-_LEFT_S = 30.0
-"""Longest time between the departure of a leader that left regularly, and the next leader."""
-_ANNOUNCED_CAUSES = (
-    *("preempted", "time_limit", "asked", "given_back", "requeued", "cancelled", "run_ended"),
-)
-"""Causes that leave time to save; ``signalled`` does, too."""
+_LEFT_S = 30.0  # from the regular departure of a leader to the next leader, at most
+_ANNOUNCED_CAUSES = {
+    "preempted", "time_limit", "asked", "given_back", "requeued", "cancelled", "run_ended",
+    "signalled",
+}  # fmt: skip
+"""Causes that leave time to save."""
 
 
 @dataclass(frozen=True)
@@ -337,8 +330,7 @@ class _Departed:
 
 def _of_replicas(run: EventIndex) -> Iterator[TimelineEntry]:
     """Yield the departures and arrivals of replicas, and changes of the leader."""
-    groups: list[list[_Departed]] = []
-    recent: dict[tuple[str, int], list[_Departed]] = {}
+    groups, recent = list[list[_Departed]](), dict[tuple[str, int], list[_Departed]]()
     for event in run.of("replica_left"):
         time = time_of(event)
         attempt = run.member_until(event["task"], time)
@@ -378,7 +370,7 @@ def _last_joined(run: EventIndex, attempt: TaskAttempt, time: float) -> float:
 
 def _departure(run: EventIndex, group: Sequence[_Departed]) -> TimelineEntry:
     causes, left = [one.cause for one in group], group[-1].nodes
-    is_announced = all(cause.what in (*_ANNOUNCED_CAUSES, "signalled") for cause in causes)
+    is_announced = all(cause.what in _ANNOUNCED_CAUSES for cause in causes)
     successors = [one.successor for one in group if one.successor is not None]
     leader = max(successors, key=lambda e: int(e["term"])) if successors and left else None
     return TimelineEntry(
@@ -445,21 +437,19 @@ def _cost(
 
     ``before`` are the ``workers_stopped`` events of the workers before, or what is known instead;
     ``is_least``: there may have been further steps. ``after`` are the ``first_step`` events of
-    those after it. ``saved`` is the step that all ranks saved; ``since`` and ``until`` stand for
-    the times of unknown steps: when training stopped, and when the group formed.
+    those after it. ``since`` and ``until`` stand for the times of unknown steps: when training
+    stopped, and when the group formed.
     """
     reached = max((int(e["step"]) for e in before if e.get("step") is not None), default=None)
     stood = max((float(e["step_time"]) for e in before if e.get("step_time")), default=since)
     on = min((float(e["time"]) for e in after), default=until)
     restored = next((e["restored"] for e in after if e.get("restored") is not None), None)
     steps = [int(e["step"]) for e in after if e.get("step") is not None and not e.get("counted")]
-    resumed: int | None = None
+    resumed = None if after else saved
     if restored is not None:
         resumed = int(restored)
     elif steps:
         resumed = max(0, min(steps) - 1)
-    elif not after:
-        resumed = saved
     lost = None if reached is None or resumed is None else max(0, reached - resumed)
     if lost is None and saved is not None and not after:
         lost = 0
@@ -472,11 +462,10 @@ def _cost(
 
 def _signs_of(run: EventIndex, round_: Round) -> list[Event]:
     """Return how far the workers of a round came at least, which reported no end."""
-    signs = [dict(event) for event in _first_steps(round_) if not event.get("counted")]
+    signs = [event for event in _first_steps(round_) if not event.get("counted")]
     point = run.last_points.get(round_.number)
-    if point is not None:
-        signs.append({"step": point.step, "step_time": point.time})
-    return signs
+    last = [] if point is None else [{"step": point.step, "step_time": point.time}]
+    return [*signs, *last]
 
 
 def lost_steps(costs: Iterable[tuple[int | None, bool]]) -> str:
@@ -507,11 +496,10 @@ def _why_left(
     led: bool = False,
     without_it: float = math.inf,
 ) -> Cause:
-    """Return why a node is no member any more.
+    """Return why a node is no member any more, which left a round that began at ``since``.
 
-    ``since`` is when the round began that it left. ``without_it`` is when it was given up, or the
-    others continued without an announcement: a later notice is no cause, since Slurm ends a lost
-    task when its node can be reached again.
+    ``without_it`` is when it was given up, or the others continued without an announcement: a later
+    notice is no cause, since Slurm ends a lost task when its node can be reached again.
     """
     where, notice = (attempt.host,), attempt.notice
     if notice is not None and time_of(notice) < without_it:
@@ -552,7 +540,7 @@ def _why_came(run: EventIndex, attempt: TaskAttempt, at: float) -> Cause:
     A node that was in the group before has returned, whichever task it had then. It was away until
     its agent started again, or, if it was only cut off or paused, until it was a member again.
     """
-    time = attempt.started if attempt.started is not None else at
+    time = at if attempt.started is None else attempt.started
     left = run.last_left(attempt.host, at)
     if left is None:
         return Cause("arrived", time, (attempt.host,))

@@ -27,10 +27,7 @@ from hpc_elastic.run import task_name
 
 SUBMISSION = ".hpc_elastic"
 AGENT_LOG = "agent.log"
-STATUS_SELDOM_S = 8.0
-"""Interval of statuses that differ in numbers only, if the run directory is on a file server."""
-
-
+STATUS_SELDOM_S = 8.0  # between statuses that differ in numbers only, on a file server
 COMMAND_MODULE = "hpc_elastic.agent.command"  # of the function that ``hpc-elastic run`` calls
 
 
@@ -49,12 +46,10 @@ class Entry:
     qualname: str
     script: str | None = None
     module: str | None = None
-    args: list[Any] = field(default_factory=list)
-    """As `tree_codec.encode_arguments` returns them; so are ``attributes``."""
+    args: list[Any] = field(default_factory=list)  # as of `encode_arguments`; so ``attributes``
     attributes: dict[str, Any] | None = None
     cwd: str = "."
-    sys_path: list[str] = field(default_factory=list)
-    """As `launcher.user_code.search_path` returns it."""
+    sys_path: list[str] = field(default_factory=list)  # see `launcher.user_code.search_path`
     main_block: bool = False
     """Whether the script, or the module if there is none, was run and not imported: then what
     stands under ``if __name__ == "__main__":`` before the call runs in workers, too."""
@@ -71,8 +66,7 @@ class PoolTerms:
 
     preempt_grace_s: float  # seconds between SIGTERM and SIGKILL when a task is preempted
     kill_wait_s: float  # the same when it is cancelled, or its time limit ends
-    whole_nodes: bool
-    """Whether each task requests whole nodes, which it does not share with other jobs."""
+    whole_nodes: bool  # whether each task requests whole nodes, shared with no other job
 
 
 @dataclass(frozen=True)
@@ -122,17 +116,15 @@ class RunSpec:
     """The variables in ``launcher.env_file``; those in ``launcher.env`` are set after them."""
     provenance: dict[str, Any] = field(default_factory=dict)
     """Python, command line, git commit, dirty or not, host, user, time."""
-    generation: int = 0
-    """Number of resumptions. Tasks of an earlier generation do not belong to the run any more."""
+    generation: int = 0  # number of resumptions; tasks of an earlier one do not belong to the run
     hydra: dict[str, list[Any]] = field(default_factory=dict)
     """The files of ``.hydra`` as pieces of text, from which `RunDir.complete` makes them; a number
     is a piece that runs share (`ArrayFiles.texts`). A run that was resumed has none."""
 
     def task_names(self, job_ids: Mapping[int, str]) -> list[str]:
         """Return the names of the run's tasks by slot, as far as their arrays were submitted."""
-        num_coallocated = self.settings.num_coallocated
         return [
-            task_name(job_ids[k], index, coallocated=slot < num_coallocated)
+            task_name(job_ids[k], index, coallocated=slot < self.settings.num_coallocated)
             for slot, (k, index) in enumerate(self.tasks)
             if k in job_ids
         ]
@@ -255,8 +247,7 @@ class _Suffixed:
         return owner.stem.with_suffix(self._suffix)
 
 
-RUN_DIR_VARIABLE = "HPC_ELASTIC_RUN_DIR"
-"""The environment variable of workers with the path of their run's directory."""
+RUN_DIR_VARIABLE = "HPC_ELASTIC_RUN_DIR"  # of workers: the path of their run's directory
 
 
 @dataclass(frozen=True)
@@ -270,21 +261,16 @@ class RunDir:
     settings = _Below("settings.json")
     secret = _Below("secret")
     rdzv = _Below("rdzv")  # the log of decisions, and the leases (`rendezvous.decision_log`)
-    first_term = _Below("rdzv/term.0")
-    """The term folder, as it is made with the run; see `rendezvous.term`."""
-    notices = _Below("preempt")
-    """Folder of notice files, named like a task or a host, or ``all``: these nodes are left."""
+    first_term = _Below("rdzv/term.0")  # the term folder made with the run (`rendezvous.term`)
+    notices = _Below("preempt")  # files named like a task, a host, or ``all``: nodes to be left
     excluded = _Below("excluded_nodes.json")
     given_back = _Below("given_back.json")  # jobs that nodes went back for (`site.neighbours`)
     avoided = _Below("avoided")  # nodes on which lost tasks may still run (`slurm.quarantine`)
-    checkpoints = _Below("checkpoints")
-    """The default folder of checkpoints; the script may choose another."""
+    checkpoints = _Below("checkpoints")  # by default; the script may choose another folder
     compiled = _Below("compile")
-    departing = _Below("departing")
-    """Requests of tasks that leave together (`slurm.combined_requests`)."""
+    departing = _Below("departing")  # tasks that leave together (`slurm.combined_requests`)
     saves_to = _Below("saves_to")  # other directories of checkpoints (`checkpoint.store`)
-    notified = _Below("notified")
-    """The messages that were sent about the run, a file each (`run.notify`)."""
+    notified = _Below("notified")  # the messages that were sent, a file each (`run.notify`)
     tasks = _Below("tasks")
     event_logs = _Below("events")
     results = _Below("results")
@@ -307,11 +293,8 @@ class RunDir:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has ended or is cancelled: no task of it starts or restarts.
-
-        The folder is opened again, so that a client of NFS queries the server.
-        """
-        ends = (self.result.name, self.cancelled.name)
+        """Whether the run has ended or is cancelled: no task of it starts or restarts."""
+        ends = (self.result.name, self.cancelled.name)  # the folder is opened again, for NFS
         return not shared_files.names_in(self.path).isdisjoint(ends)
 
     def attempt(self, task: str, attempt: int) -> Path:
@@ -385,8 +368,7 @@ class RunDir:
 
     def hydra_text(self, name: str, spec: RunSpec | None) -> str:
         """Return the text of a file of ``.hydra``, which the run has only once it has started."""
-        pieces = None if spec is None else spec.hydra.get(name)
-        if spec is None or pieces is None:
+        if spec is None or (pieces := spec.hydra.get(name)) is None:
             return shared_files.read_text(self.hydra / name, shared_files.CONFIG_BYTES)
         shared: list[str] = []
         if not all(isinstance(piece, str) for piece in pieces):
@@ -401,10 +383,8 @@ class RunDir:
 
     def taken_error(self) -> RunDirectoryError:
         """Return the error for a directory that holds a run already."""
-        remedy = (
-            "choose another one (hydra.sweep.dir or hydra.sweep.subdir; run_dir of `launch`), "
-            "or remove it"
-        )
+        names = "hydra.sweep.dir or hydra.sweep.subdir; run_dir of `launch`"
+        remedy = f"choose another one ({names}), or remove it"
         return RunDirectoryError(f"{self.path} holds a run already: {remedy}")
 
 
@@ -431,8 +411,7 @@ class ArrayFiles:
     script = _Suffixed(".sbatch")
     nodes = _Suffixed(".nodes")
     job_id_file = _Suffixed(".jobid")
-    texts = _Suffixed(".texts")
-    """Pieces of the files of ``.hydra`` that several of its runs have (`RunSpec.hydra`)."""
+    texts = _Suffixed(".texts")  # pieces of ``.hydra`` that its runs share (`RunSpec.hydra`)
     replaced = _Suffixed(".replaced")  # folder of the replacements of its tasks (`slurm.run_tasks`)
 
     @classmethod
@@ -476,9 +455,8 @@ class ArrayFiles:
 
         Its run directories can be used again. Tasks of its script would find no run.
         """
-        for path in set(self.run_dirs()):
-            RunDir(path).spec.unlink(missing_ok=True)
-        for file in (self.script, self.texts):
+        runs = [RunDir(path).spec for path in set(self.run_dirs())]
+        for file in (*runs, self.script, self.texts):
             file.unlink(missing_ok=True)
         self.tasks.unlink()
 
@@ -490,10 +468,8 @@ class Submission:
     path: Path
 
     logs = _Below("logs")  # folder of the output of tasks that Slurm captures
-    local_tasks = _Below("local-tasks.json")
-    """The table of a local launcher's tasks (`hpc_elastic.slurm.local_queue`)."""
-    local_requests = _Below("local-requests")
-    """Folder of requests to a local launcher (`hpc_elastic.slurm.local_queue`)."""
+    local_tasks = _Below("local-tasks.json")  # of a local launcher (`slurm.local_queue`)
+    local_requests = _Below("local-requests")  # to a local launcher (`slurm.local_queue`)
 
     def log(self, task: str) -> Path:
         """Return what Slurm captures of a task; of a co-allocated job, by its id, the script's."""
@@ -506,7 +482,7 @@ class Submission:
     def arrays(self) -> list[ArrayFiles]:
         """Return the arrays that were laid out, submitted or not, by number."""
         found = {ArrayFiles.of(file) for file in self.path.glob("array-*.*")}
-        numbered = (array for array in found if array.stem.name.removeprefix("array-").isdecimal())
+        numbered = (array for array in found if array.stem.name[len("array-") :].isdecimal())
         return sorted(numbered, key=lambda array: array.number)
 
     def job_ids(self) -> dict[int, str]:

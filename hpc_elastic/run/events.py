@@ -31,12 +31,10 @@ VERSION = 1  # it changes when a kind or a field changes its meaning or goes, no
 
 _LOGGED_CHARS = 500
 _KEPT = 1000  # lines kept for a file system that does not accept them now
-_MOST_EVENTS = 1_000_000
-"""Largest number of events of a run that are kept by a reader: they are all in memory."""
+_MOST_EVENTS = 1_000_000  # of a run that a reader keeps: they are all in memory
 _OF_EACH_NODE = ("first_step", "workers_stopped", "joined")
 """Events of each node in each round: of too many events the oldest of these are left out first."""
-_LARGEST, _LARGEST_REAL = 1 << 63, 1e300
-"""No integer, and no other number, of a line of a run's files is as large."""
+_LARGEST, _LARGEST_REAL = 1 << 63, 1e300  # of the integers, and other numbers, in a run's files
 
 Event = dict[str, Any]
 
@@ -107,10 +105,8 @@ class EventReader:
     """Incremental reader of the events of all tasks of a run; the folder need not exist yet."""
 
     folder: Path
-    num_left_out: int = 0
-    """Number of older events that were left out, because there were too many at once."""
-    _read: dict[Path, int] = field(default_factory=dict)
-    """Number of bytes read of each file, up to the end of a line."""
+    num_left_out: int = 0  # older events, because there were too many at once
+    _read: dict[Path, int] = field(default_factory=dict)  # bytes of each file, up to a line's end
 
     def new(self) -> list[Event]:
         """Return the events since the last call, in order of time; of too many the newest.

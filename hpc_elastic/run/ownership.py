@@ -36,8 +36,7 @@ from hpc_elastic.errors import UntrustedRunError
 from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.shared_files import has_acl, make_folder, status_of
 
-TRUST_VARIABLE = "HPC_ELASTIC_TRUST"
-"""The environment variable by which a user trusts the runs of others: 1."""
+TRUST_VARIABLE = "HPC_ELASTIC_TRUST"  # 1: this user trusts the runs of others
 
 _MAX_LINKS = 40
 _NOBODY_ELSE = 0o002

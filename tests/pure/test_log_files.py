@@ -408,7 +408,7 @@ def test_what_is_not_there_is_refused_and_what_is_there_is_named(selection, word
 
 def test_followed_lines_wait_for_earlier_ones_of_other_files():
     """And go when they have waited, whatever the clock of their node says."""
-    settling = Settling(0.5)
+    settling = Settling()
     ahead = 1000.0
     settling.add([LogLine(ahead + 2, RUN[0], "b")], now=10.0)
     assert settling.take_due(10.4) == []
@@ -420,7 +420,7 @@ def test_followed_lines_wait_for_earlier_ones_of_other_files():
 
 def test_lines_of_one_file_stay_in_order_while_they_settle():
     """Also those of the same time."""
-    settling = Settling(0.5)
+    settling = Settling()
     settling.add(
         [LogLine(1.0, RUN[0], "1"), LogLine(1.0, RUN[0], "2"), LogLine(1.0, RUN[0], "3")], 0.0
     )
@@ -478,8 +478,10 @@ def test_following_finds_what_appears(run):
 def test_a_file_that_does_not_grow_is_looked_at_twice_a_second(run, monkeypatch):
     """Each look opens it, which asks the server."""
     now, looks = [100.0], []
-    status_of = log_files.status_of
-    monkeypatch.setattr(log_files, "status_of", lambda p: (looks.append(p), status_of(p))[1])
+    status_of = log_files.shared_files.status_of
+    monkeypatch.setattr(
+        log_files.shared_files, "status_of", lambda p: (looks.append(p), status_of(p))[1]
+    )
     monkeypatch.setattr(log_files.time, "monotonic", lambda: now[0])
     follower = Follower(Discovery(run), Selection(), lambda _: True)
     follower.skip(Discovery(run).sources())

@@ -278,7 +278,6 @@ class EventIndex:
 
     @cached_property
     def _departures(self) -> dict[str, list[float]]:
-        """When each node left the group, whatever happened to its task afterwards."""
         stops: dict[int, list[Event]] = defaultdict(list)
         for event in self.of("round_stopped"):
             stops[int(event.get("round", 0))].append(event)
@@ -309,6 +308,5 @@ def _course(changes: Sequence[tuple[float, Any]]) -> _Course:
 
 
 def _last(course: _Course, time: float) -> Any:
-    """Return the value at a time; None before the first."""
     at = bisect_right(course, time, key=itemgetter(0))
     return course[at - 1][1] if at else None

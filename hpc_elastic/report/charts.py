@@ -218,7 +218,6 @@ def _group(report: Values, begin: float) -> Chart | None:
 
 
 def _of_training(report: Values, begin: float) -> Iterator[Chart]:
-    """Yield the charts of the values that have at least two points."""
 
     def drawn(
         name: str,
@@ -317,7 +316,6 @@ def _faults(report: Values) -> Spec:
 def _by_column(
     report: Values, items: Iterable[Values], key: str
 ) -> Iterable[tuple[int, list[Values]]]:
-    """Return the items of each of `_MARKS` columns of a chart, by their time."""
     begin = begin_of(report) or 0.0
     width_s = max(0.001, (report["about"]["until"] - begin) / _MARKS)
     return grouped(items, lambda i: min(_MARKS - 1, int((i[key] - begin) / width_s))).items()

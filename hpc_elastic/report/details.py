@@ -260,7 +260,6 @@ def _announced(points: Sequence[Point]) -> tuple[int, float] | None:
 def _tasks(
     view: RunView, history: EventIndex, names: Sequence[str], ended_by: Mapping[str, str | None]
 ) -> list[RunTask]:
-    """Return the run's tasks by slot; by their events if nothing else is known."""
     started = {event["task"]: event for event in history.of("task")}
     ranks, first = dict[str, tuple[int, int]](), 0
     has_no_result = view.ended is None or view.ended.status in (LOST, CANCELLED)

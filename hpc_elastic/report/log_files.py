@@ -88,17 +88,13 @@ def source_of(file: str, folder: Path, task: str, attempt: int, host: str) -> Lo
 
 @dataclass(frozen=True)
 class Selection:
-    """Criteria for sources; None or an empty set selects all.
-
-    Agents have no rank, and meet the other criteria only. ``agents`` also selects output that Slurm
-    has captured.
-    """
+    """Criteria for sources; None or an empty set selects all. Agents have no rank and no round."""
 
     ranks: frozenset[int] = frozenset()
     nodes: frozenset[str] = frozenset()
     attempt: int | None = None
     round: int | None = None
-    agents: bool = False
+    agents: bool = False  # also output that Slurm has captured
 
     def selects(self, source: LogSource) -> bool:
         """Return whether a source is selected."""
@@ -250,7 +246,6 @@ class Discovery:
         return known[2]
 
     def _host_of(self, task: str, attempt: int) -> str:
-        """Return the host of an attempt of a task; empty before the event of its start."""
         path = self._run.events(task)
         size, hosts = self._hosts.get(task, (0, {}))
         with contextlib.suppress(OSError):
@@ -382,7 +377,6 @@ def tail(
 
 
 def _start_of_last(path: Path, num_lines: int, until: int | None) -> int:
-    """Return the byte at which the last `num_lines` lines of a file start."""
     end = size_of(path) if until is None else until
     at = end - 1  # an end of line at the very end belongs to the last line
     farthest = at - _LONGEST_BACK
@@ -468,15 +462,12 @@ class Follower:
         self.last_news = time.monotonic()  # last read that returned lines, monotonic
 
     def skip(self, sources: Sequence[LogSource]) -> dict[Path, int]:
-        """Skip the present content of files, which the caller reads up to the returned bytes.
-
-        A line that is being written is left to the follower.
-        """
+        """Skip the present content of files, which the caller reads up to the returned bytes."""
         ends = {}
         for source in sources:
             end = size_of(source.path)
             if time.time() - modified_at(source.path) < _OVER_AFTER_S:
-                end = line_start(source.path, end)
+                end = line_start(source.path, end)  # a line that is being written is the follower's
             self._files[source.path] = _Followed(source, end)
             ends[source.path] = end
         return ends
@@ -599,10 +590,7 @@ class Settling:
 
 
 def readable_until(*, size: int, read: int, covered: int, waited_s: float) -> int:
-    """Return the byte up to which a growing file can be read now (pure).
-
-    ``waited_s`` is how long it has had more bytes than its index covers.
-    """
+    """Return the byte up to which a file can be read that grows before its index (pure)."""
     if covered > read:
         return min(covered, size)
     return size if waited_s >= INDEX_WAIT_S else read
@@ -619,9 +607,6 @@ def newest_of_tasks(sources: Iterable[LogSource]) -> dict[str, LogSource]:
     """Return the newest source of each task, by attempt and round."""
     in_order = sorted(sources, key=lambda s: (s.attempt or 0, s.round or 0))
     return {source.task: source for source in in_order}
-
-
-# ---- from bytes to lines (pure)
 
 
 MAX_LINE = 1 << 16  # bytes of a line; a longer line is split

@@ -207,8 +207,6 @@ def _attempts(
 
 @dataclass(frozen=True)
 class _Trained:
-    """One round, and when it trained."""
-
     round: Round
     members: frozenset[TaskAttempt]
     end: float
@@ -267,7 +265,6 @@ def _sizes(
 
 
 def _courses(rounds: Sequence[_Trained], points: Sequence[Point]) -> dict[int, list[Interval]]:
-    """Return what the time of each round was spent on, by its number."""
     high, courses = 0, {}
     by_round = grouped(points, lambda point: point.round)
     for one in rounds:
@@ -299,7 +296,6 @@ def _courses(rounds: Sequence[_Trained], points: Sequence[Point]) -> dict[int, l
 
 
 def _time_beyond(made: Sequence[tuple[float, int]], high: int) -> float | None:
-    """Return when the first step beyond one was made; None if it was not yet."""
     if made[0][1] > high:
         return made[0][0]
     for (s, before), (t, step) in pairwise(made):
@@ -330,7 +326,6 @@ def _node_time(
     courses: Mapping[int, list[Interval]],
     trained: Sequence[Interval],
 ) -> NodeTime:
-    """Return the time of an attempt that was a member of some rounds."""
     attempt = held.attempt
     at = held.end if held.joined is None else max(held.begin, held.joined)
     found = [Interval(held.begin, at, "start")]

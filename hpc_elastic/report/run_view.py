@@ -162,10 +162,7 @@ class RunView:
 
 
 def read_view(run: Path, query: Query = take_snapshot) -> RunView:
-    """Return the view of a run directory; the scheduler is queried if it has no result.
-
-    `RunView.spec` is None if it is no run directory.
-    """
+    """Return the view of a run directory; the scheduler is queried if it has no result."""
     return read_views([run], query)[0]
 
 

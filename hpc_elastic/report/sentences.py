@@ -30,14 +30,16 @@ def day_of(entry: TimelineEntry) -> str:
 
 def sentence(entry: TimelineEntry) -> str:
     """Return an entry as a sentence that needs no knowledge of the run."""
-    found = _aside(entry)
-    if found is None:
+    if entry.kind in _TEMPLATES:
+        hosts = names(entry.facts.get("hosts") or ())
+        facts = defaultdict(lambda: None, entry.facts, hosts=hosts, text=entry.text)
+        found = _TEMPLATES[entry.kind].format_map(facts)
+    elif (aside := _of_nodes(entry) or _of_workers(entry)) is not None:
+        found = aside
+    else:
         parts = [because(entry.causes, entry.leader), *_outcome(entry)]
         found = "; ".join(part for part in parts if part)
     return " ".join(found.splitlines())  # one line, whatever the texts of the run contain
-
-
-# ---- the group ----------------------------------------------------------------------------
 
 
 def _outcome(entry: TimelineEntry) -> Iterator[str]:
@@ -94,7 +96,7 @@ def _size(entry: TimelineEntry) -> str:
     return f"{group}{before} -> {counted(after, what)}{workers}"
 
 
-# ---- entries that change no group ----------------------------------------------------------------
+# ---- entries that change no group
 
 
 _TEMPLATES = {
@@ -110,35 +112,23 @@ _TEMPLATES = {
     "heal_failed": "{worker} cannot take over the state, and is kept out for a time: {reason}",
     "state_unsaved": "{hosts} did not save in time: the steps since the last checkpoint are lost",
     "cancel": "{user} cancelled the run, on {host}",
+    "started": "the run started: its first node is {host} (task {task})",
     "kill": "{user} killed the processes of {host}",
     "resume": "{user} resumed the run with nodes={nodes}",
 }  # fmt: skip
 """Kind of entry -> its sentence, of its facts and its text."""
 
 
-def _aside(entry: TimelineEntry) -> str | None:
-    """Return the sentence of an entry that is no change of the group; None if it is one."""
-    if entry.kind in _TEMPLATES:
-        hosts = names(entry.facts.get("hosts") or ())
-        facts = defaultdict(lambda: None, entry.facts, hosts=hosts, text=entry.text)
-        return _TEMPLATES[entry.kind].format_map(facts)
-    return _of_nodes(entry) or _of_workers(entry)
-
-
 def _of_nodes(entry: TimelineEntry) -> str | None:
-    """Return the sentence of an entry on the run, or on tasks and nodes beside the group."""
     facts = entry.facts
     host, user = facts.get("host"), facts.get("user")
     match entry.kind:
-        case "started":
-            return f"the run started: its first node is {host} (task {facts.get('task')})"
         case "formed":
             size, workers = counted(entry.nodes_after or 0, "node"), entry.workers or 0
             leads = f"; {entry.leader} leads" if entry.leader else ""
-            ready_s = facts.get("ready_s")
+            ready_s, hosts = facts.get("ready_s"), names(facts.get("hosts", ()))
             first = "" if ready_s is None else f"; first step after {duration(ready_s)}"
-            what = f"group of {size}, {counted(workers, 'worker')}, formed"
-            return f"{what}: {names(facts.get('hosts', ()))}{leads}{first}"
+            return f"group of {size}, {counted(workers, 'worker')}, formed: {hosts}{leads}{first}"
         case "ended":
             how = {"succeeded": "the run succeeded", "failed": "the run failed"}
             what = how.get(str(facts.get("status")), "the run was closed")
@@ -209,7 +199,6 @@ def _of_nodes(entry: TimelineEntry) -> str | None:
 
 
 def _of_workers(entry: TimelineEntry) -> str | None:
-    """Return the sentence of an entry on workers, or on what they train."""
     facts, host = entry.facts, entry.facts.get("host")
     match entry.kind:
         case "crash_loop":
@@ -257,7 +246,7 @@ def _of_workers(entry: TimelineEntry) -> str | None:
             return None
 
 
-# ---- Causes as the beginning of a sentence (pure)
+# ---- causes as the beginning of a sentence
 
 
 _NAMED = 4
@@ -322,9 +311,8 @@ def _cause(cause: Cause) -> str:
         case "asked" if detail and cause.signal is None:
             return f"{hosts} {was} preempted by {detail} (hpc-elastic node preempt)"
         case "asked":
-            return (
-                f"{hosts} {was} asked to leave ({cause.signal or 'a notice file, or the script'})"
-            )
+            how = cause.signal or "a notice file, or the script"
+            return f"{hosts} {was} asked to leave ({how})"
         case "node_lost" | "leader_lost":
             of_one, of_several = _LOSS_REASONS.get(detail, (detail, detail))
             who = f"{hosts} {was}" if cause.what == "node_lost" else f"{hosts}, the leader, was"

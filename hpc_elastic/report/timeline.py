@@ -329,7 +329,6 @@ class _Departed:
 
 
 def _of_replicas(run: EventIndex) -> Iterator[TimelineEntry]:
-    """Yield the departures and arrivals of replicas, and changes of the leader."""
     groups, recent = list[list[_Departed]](), dict[tuple[str, int], list[_Departed]]()
     for event in run.of("replica_left"):
         time = time_of(event)
@@ -389,7 +388,6 @@ def _successor(run: EventIndex, attempt: TaskAttempt, time: float) -> Event | No
 
 
 def _placement(run: EventIndex, earlier: Round, round_: Round) -> TimelineEntry:
-    """Return the entry of a round: replicas that join, or start again."""
     time, members = round_.time, round_.members
     departed = run.of("replica_left", "nodes_requeued", after=earlier.time, until=time)
     left = {run.member_until(e["task"], time_of(e)) for e in departed if "hosts" not in e}

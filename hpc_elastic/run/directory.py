@@ -195,8 +195,7 @@ class RunSpec:
 def _of_0_2(raw: Any, settings: Any) -> dict[str, Any]:
     """Return run.json and settings.json of hpc_elastic 0.2.0 as run.json of this version.
 
-    Tasks of a run that was submitted with it read them when they are requeued. Raises KeyError,
-    TypeError or ValueError if they are not such files.
+    Tasks of a run that was submitted with it read them when they are requeued.
     """
     if settings is None:
         raise ValueError("the directory has no settings.json")

@@ -183,11 +183,7 @@ def decoder() -> Callable[[Any], dict[str, Any]]:
 
 
 def _parsed(line: bytes) -> Event | None:
-    """Return the event in a line; None if there is none.
-
-    An attempt that was killed while it wrote leaves half a line, and the next attempt appends to
-    it.
-    """
+    # an attempt that was killed while it wrote leaves half a line; the next one appends to it
     return _whole(line) or _whole(line[max(0, line.rfind(b'{"v": ')) :])
 
 
@@ -605,7 +601,6 @@ def _types() -> dict[Type, Any]:
 
 @functools.cache
 def _structs() -> dict[str, type[Any]]:
-    """Return a type for the fields of each kind of event."""
     from msgspec import defstruct
 
     def typed(field: Field) -> tuple[Any, ...]:

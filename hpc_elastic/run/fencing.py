@@ -100,10 +100,7 @@ def last_index(folder: Path) -> int:
 
 
 def entries_in(folder: Path) -> frozenset[int]:
-    """Return the numbers of all entries in a folder.
-
-    The folder is opened again, so that a client of NFS queries the server.
-    """
+    """Return the numbers of all entries in a folder, which is opened again for clients of NFS."""
     return frozenset(numbers_in(names_listed(folder), "entry.", ".json"))
 
 

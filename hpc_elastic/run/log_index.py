@@ -68,10 +68,8 @@ class Index:
         self._times: list[float] = []
 
     def time_at(self, end: int) -> float | None:
-        """Return when the line that ends at a byte was written; None if the index ends before it.
-
-        Calls in ascending order read the file once in a thousand times.
-        """
+        """Return when the line that ends at a byte was written; None if it is not in the index."""
+        # calls in ascending order read the file once in a thousand times
         if not self._sizes or not self._sizes[0] <= end <= self._sizes[-1]:
             records = self._query(
                 lambda f, num: _read(f, _first(f, num, lambda record: record[0] >= end), _BLOCK)

@@ -114,7 +114,6 @@ def require_own(folder: Path, *used: Path) -> None:
 
 
 def _steps(folder: Path, path: Path) -> list[Path]:
-    """Return the paths on the way from a folder to a path below it (pure)."""
     if not path.is_relative_to(folder):
         return [path]
     parts = path.relative_to(folder).parts

@@ -414,8 +414,8 @@ See [how to use them](../../howto/islands.md).
 ::: hpc_elastic.ft.load_global_parameters
 ::: hpc_elastic.ft.DivergedIslandError
 ::: hpc_elastic.ft.IslandTimeoutError
-::: hpc_elastic.ft.outer_round.OuterRound
-::: hpc_elastic.ft.outer_round.ContributionHead
+::: hpc_elastic.ft.OuterRound
+::: hpc_elastic.ft.ContributionHead
 """  # noqa: E501
 
 _FRAMEWORKS = """# Frameworks and trackers

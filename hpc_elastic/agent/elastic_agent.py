@@ -42,7 +42,7 @@ from hpc_elastic.checkpoint.node_memory import AgentFolder
 from hpc_elastic.config.schema import AgentSettings
 from hpc_elastic.data.batch import THROUGHPUTS_VARIABLE
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.ft.manager_relay import STORE_KEY
+from hpc_elastic.ft.manager_server import STORE_KEY
 from hpc_elastic.ft.messages import SOCKET_ENV, HealFailed, StateMismatch
 from hpc_elastic.rendezvous.log_entry import Agent
 from hpc_elastic.rendezvous.messages import Failed, Finished, PreemptionNotice, RoundInfo

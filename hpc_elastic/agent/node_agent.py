@@ -31,7 +31,7 @@ from hpc_elastic.agent.worker_failures import NodeIdentity
 from hpc_elastic.checkpoint.node_memory import AgentFolder
 from hpc_elastic.config.schema import Nproc
 from hpc_elastic.data.batch import THROUGHPUT_UNIT
-from hpc_elastic.ft.manager_relay import STORE_KEY
+from hpc_elastic.ft.manager_server import STORE_KEY
 from hpc_elastic.gpus import driver_gpus
 from hpc_elastic.rendezvous import leader
 from hpc_elastic.rendezvous.decision_log import DecisionLog

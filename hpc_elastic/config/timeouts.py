@@ -50,7 +50,7 @@ ORDER = (
           "a new lighthouse waits less where half of the quorum has asked for the next one"),
     TimeoutOrder(f"{_FT}.reconnect_timeout_s", f"{_FT}.live_timeout_s",
           "members that reconnect are not dropped as slow"),
-    TimeoutOrder("ft.manager_relay:SILENCE_S", "ft.process_group:DEFAULT_TIMEOUT",
+    TimeoutOrder("ft.manager_server:SILENCE_S", "ft.process_group:DEFAULT_TIMEOUT",
           "the loss of a replica's server is found before a collective gives up"),
     TimeoutOrder("ft.process_group:DEFAULT_TIMEOUT", "agent.hang_watch:REPLICA_MIN_LIMIT_S",
           "replicas that wait in a collective for a slow one leave it out before they count as "

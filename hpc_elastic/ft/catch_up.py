@@ -228,7 +228,6 @@ class _Part:
         return cls(target, large, [*units, *([n] for n in sorted(single))])
 
     def plan(self, units: Iterable[Unit], *, with_rest: bool) -> FetchPlan:
-        """Return the plan to fetch units, and what is in none."""
         memory = Pieces(stream_parts(self.target.layout, self.target.raw))
         rest = self._rest if with_rest else []
         return FetchPlan(memory, rest, [self._range(n) for unit in units for n in unit])
@@ -241,7 +240,6 @@ class _Part:
         return _have_come(self._rest, finished)
 
     def land(self, unit: Unit) -> None:
-        """Copy a unit that has come to its device."""
         for number in unit:
             self.target.land(number)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.ft import _unavailable, messages
+from hpc_elastic.ft import find_unavailable, messages
 from hpc_elastic.ft.lighthouse_state import LighthouseState, ReplicaMessage
 from hpc_elastic.ft.quorum import QuorumRules
 from hpc_elastic.transport import interface
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 def __getattr__(name: str) -> Any:
     """Return what stands for torchft's other names."""
-    return _unavailable.find_name(__name__, name)
+    return find_unavailable(__name__, name)
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class LighthouseServer:
 async def serve(listener: Listener, options: LighthouseOptions) -> None:
     """Serve a lighthouse until cancelled.
 
-    Its quorum ids rise from one start to the next with the clock of this host, and above all ids
-    that replicas report.
+    Its quorum ids rise from one start to the next with this host's clock, and above all reported
+    ids.
     """
     state = LighthouseState(
         time.time_ns() // 1_000_000,
@@ -144,8 +144,7 @@ def open_port(bind: str | None, default_port: int = 0) -> tuple[Listener, str]:
     """Return the open port, and the address at which other hosts reach it.
 
     ``bind`` is ``address:port``; None is ``default_port`` at the address of this host. Raises
-    ConfigError for another form, and OSError if the address is not this host's or the port is
-    taken.
+    ConfigError for another form, and OSError if it is not this host's address or the port is taken.
     """
     if bind is None:
         host, port = _host_address(), default_port

@@ -47,12 +47,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if kwargs.pop("process_group", None) is not None:
             raise ValueError("process_group: give it to the Manager instead")
         used = _UsedParameters(manager, [p for p in module.parameters() if p.requires_grad])
-        super().__init__(
-            module,
-            process_group=used,
-            find_unused_parameters=True,
-            **kwargs,
-        )
+        super().__init__(module, process_group=used, find_unused_parameters=True, **kwargs)
         self._used = used
         if self.broadcast_buffers:
             used.share_buffers = partial(_share_buffers, manager, module, self.parameters_to_ignore)

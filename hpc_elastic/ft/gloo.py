@@ -11,6 +11,8 @@ Private to torch, and named in a test: ``ProcessGroupGloo._Options`` with ``_dev
 it.
 """
 
+# ruff: noqa: D102  (the methods override documented ones)
+
 from __future__ import annotations
 
 import logging
@@ -118,18 +120,15 @@ class GlooGroup(LiveGroup):
 
     @property
     def pg(self) -> TorchProcessGroup:
-        """torch's group, which does the operations."""
         try:
             return self._held[0]
         except IndexError:
             raise self.end_error or AbortedError(f"{self.place} has just ended") from None
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time-out of later operations."""
         self.pg.set_timeout(timeout)
 
     def watch_work(self, work: Work, operation: str) -> ManagedWork:
-        """Return an operation that has just started here; it can be given up, if that is safe."""
         return ManagedWork(work, operation, self, is_abortable=operation not in _WAIT_MOVES_DATA)
 
     def end_group(self, error: Exception, *, finish_pending: bool) -> None:

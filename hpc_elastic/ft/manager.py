@@ -43,11 +43,7 @@ from torch.futures import Future
 
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.ft.catch_up import CatchUp, SkipCopiesOntoItself
-from hpc_elastic.ft.checkpointing import (
-    CheckpointTransport,
-    HTTPTransport,
-    UnusableStateError,
-)
+from hpc_elastic.ft.checkpointing import CheckpointTransport, HTTPTransport, UnusableStateError
 from hpc_elastic.ft.checkpointing._layout import SMALL_BYTES
 from hpc_elastic.ft.futures import swallow_errors
 from hpc_elastic.ft.manager_client import ManagerClient, find_server, resolve_place

@@ -14,6 +14,8 @@ in the step after the first `vote` before which all of them knew of it: the serv
 worker the same messages in the same order.
 """
 
+# ruff: noqa: D102  (some names say it all)
+
 from __future__ import annotations
 
 import contextlib
@@ -222,7 +224,6 @@ class ManagerClient:
             self._send(messages.SwitchRequest(self.steps.quorum_id))
 
     def report_event(self, event: messages.RunReport) -> None:
-        """Report what belongs to the run's events."""
         with contextlib.suppress(ManagerServerLostError):
             self._send(event)
 
@@ -376,7 +377,6 @@ class QuorumSteps:
         self.quorum_step = -1
 
     def enter_quorum(self, quorum_id: int) -> None:
-        """Start at step 0 of a quorum."""
         self.quorum_id = quorum_id
         self.quorum_step = 0
         self.abort_reason: str | None = None
@@ -393,7 +393,6 @@ class QuorumSteps:
         self.is_saved = False
 
     def start_step(self, now: float) -> None:
-        """Count a step."""
         self.is_saved = self.must_save
         self.quorum_step += 1
         if self._started_at is not None:
@@ -543,7 +542,6 @@ class GroupPlace:
         return f"{host}:{self.store_port}"
 
     def connect_store(self, timeout_s: float) -> TCPStore:
-        """Return a connection to the group's store."""
         return TCPStore(
             self.store_addr, self.store_port, is_master=False, wait_for_workers=False,
             timeout=timedelta(seconds=timeout_s),

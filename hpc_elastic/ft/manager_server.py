@@ -1,17 +1,27 @@
 """Manager server: represents the workers of one replica group at the lighthouse.
 
 It runs outside of the training processes, so the group keeps its membership whatever they do to the
-interpreter lock. `messages` has the theory, `manager_state` the decisions. The server combines what
-its workers send, notices within milliseconds if one dies and within 0.1 s if one is stopped, and
-keeps what a new lighthouse has to know. Without a connection to a lighthouse, workers go on as long
-as they need no quorum, and their requests wait for one.
+interpreter lock. `messages` has the theory, `manager_state` the decisions, this module the sockets.
+The server combines what its workers send, notices within milliseconds if one dies and within 0.1 s
+if one is stopped, and keeps what a new lighthouse has to know. Without a connection to a
+lighthouse, workers go on as long as they need no quorum, and their requests wait for one.
+
+A replica group of several nodes has its server on its first node. On each other node a `Relay`
+passes on what the workers send and what the server answers, over one authenticated connection, and
+watches its workers, whose processes only their own node can see. Frames of this connection, beside
+messages with the ``rank`` of a worker:
+
+``lost``     ``rank``, ``why``: a worker's connection has ended.
+``stopped``  ``rank``, ``now``: whether a worker is stopped for long, or runs again.
+``leave``    ``left_s``: the relay's node is lost within this number of seconds.
+``beat``     answered by the server, and sent where no leader notices that a node is lost: an end
+             that receives none for `SILENCE_S` gives up the other.
 
 In a run it is a part of the agent. Elsewhere the Manager of group rank 0 starts it as a process of
 its own (`start_server_process`), and its lighthouse is a standalone one. That process sends its own
 heartbeats, reconnects for ever, and ends when its workers have disconnected. Its parent opens the
 socket, so workers can connect before it has started. It needs only the standard library and this
-package: it starts without site-packages. Where a group stands on several hosts, it has a port too,
-and on each other host a process of the same kind relays (`start_relay_process`).
+package: it starts without site-packages. On each other host a process of the same kind relays.
 """
 
 from __future__ import annotations
@@ -34,10 +44,10 @@ from typing import Any
 
 from hpc_elastic._util import readable
 from hpc_elastic.ft import messages
-from hpc_elastic.ft.manager_relay import SILENCE_S, Relay, RelayPort
-from hpc_elastic.ft.manager_state import ManagerState
-from hpc_elastic.transport.auth import AuthenticationError
+from hpc_elastic.ft.manager_state import ManagerState, NodeConnection, RemoteNodes
+from hpc_elastic.transport.auth import AuthenticationError, sign
 from hpc_elastic.transport.connection import (
+    BEATS_PER_SILENCE,
     CONNECTION_ERRORS,
     ClientConnection,
     Listener,
@@ -45,6 +55,13 @@ from hpc_elastic.transport.connection import (
 )
 from hpc_elastic.transport.secret import user_secret
 
+STORE_KEY = "hpc_elastic/ft/server"
+"""Key in a group's store: where its server accepts relays, as ``[address, port]`` in JSON."""
+SILENCE_S = 5.0
+"""How long one end of a relay waits for a sign of the other, where there is no leader."""
+_SESSION = 0
+_RELAY_FRAMES = "relay of a replica group"
+_TRIES, _TRY_AGAIN_S = 20, 0.25
 _CHECK_EVERY_S = 0.025
 _STOPPED_S = 0.075
 """A worker that a signal stops for longer counts as lost, since it holds up all members. If that
@@ -200,7 +217,7 @@ class WorkerConnection:
             self._write()
 
     def close(self) -> None:
-        """Drop the connection, without a report. May be repeated."""
+        """See `Worker`."""
         if not self._is_open:
             return
         self._is_open = False
@@ -212,7 +229,7 @@ class WorkerConnection:
         os.close(self._stat)
 
     def is_stopped(self, now: float) -> bool | None:
-        """Return whether the process is stopped for long; None if only for a moment so far."""
+        """See `Worker`."""
         line = b""
         with contextlib.suppress(OSError):  # it is dead: the pidfd reports it
             line = os.pread(self._stat, 4096, 0)
@@ -291,6 +308,166 @@ def open_listener(path: str) -> socket.socket:
         raise
     listener.setblocking(False)
     return listener
+
+
+# ---- the other nodes of a group
+
+
+class Relay:
+    """The relaying end: one connection to the server of a group.
+
+    ``entry`` is the index of the log entry that placed the group. ``on_message`` gets each answer
+    for a worker and its rank, ``on_end`` once the reason why the connection has ended. A server
+    that is silent for ``silence_s`` is given up, and gets heartbeats; None: a leader does that.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        secret: bytes,
+        entry: int,
+        host: str,
+        on_message: Callable[[int, messages.Message], None],
+        on_end: Callable[[str], None],
+        *,
+        silence_s: float | None = None,
+    ) -> None:
+        self._silence_s = silence_s
+        self._where = address, port
+        self._secret = sign(secret, _RELAY_FRAMES).encode()
+        self._hello = {"entry": entry, "host": host}
+        self._on_message = on_message
+        self._on_end = on_end
+        self._unsent: list[dict[str, Any]] = []
+        """Frames until there is a connection."""
+        self._stream: ClientConnection | None = None
+        self._running = asyncio.get_running_loop().create_task(self._run())
+
+    def send(self, frame: dict[str, Any]) -> None:
+        """See `RelayLink`."""
+        if self._stream is None:
+            self._unsent.append(frame)
+        else:
+            self._stream.send(frame)
+
+    def send_message(self, rank: int, message: messages.Message) -> None:
+        """See `RelayLink`."""
+        self.send({**messages.to_frame(message), "rank": rank})
+
+    def close(self) -> None:
+        """See `RelayLink`."""
+        self._running.cancel()
+
+    async def _run(self) -> None:
+        try:
+            stream = await self._connect()
+        except OSError as e:
+            address, port = self._where
+            reason = f"the server of the replica group at {address}:{port}: {e}"
+            if self._silence_s is not None and isinstance(e, AuthenticationError):
+                reason += ". Hosts with homes of their own need the same ~/.config/hpc_elastic/key"
+            self._on_end(reason)
+            return
+        beating = None
+        try:
+            self._stream = stream
+            for frame in self._unsent:
+                stream.send(frame)
+            self._unsent.clear()
+            if self._silence_s is not None:
+                beating = asyncio.create_task(self._send_heartbeats(stream, self._silence_s))
+            while True:
+                frame = await stream.receive()
+                if frame["type"] == "ft":
+                    self._on_message(int(frame["rank"]), messages.unpack(frame["message"]))
+        except CONNECTION_ERRORS as e:
+            self._on_end(f"the connection to the server of the replica group is lost: {e}")
+        finally:
+            if beating is not None:
+                beating.cancel()
+            await stream.close()
+
+    async def _send_heartbeats(self, stream: ClientConnection, silence_s: float) -> None:
+        await stream.send_heartbeats("beat", lambda: silence_s)
+        _log.warning("the server of the replica group is silent for %g s", silence_s)
+
+    async def _connect(self) -> ClientConnection:
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                return await connect(*self._where, self._secret, _SESSION, self._hello)
+            except OSError:
+                if not tries_left:
+                    raise
+                await asyncio.sleep(_TRY_AGAIN_S)
+        raise AssertionError
+
+
+class RelayPort(RemoteNodes):
+    """The port of a server for the relays of the other nodes of its group.
+
+    A relay that is silent for ``silence_s`` is lost; None: a leader detects that.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        *,
+        listener: Listener | None = None,
+        silence_s: float | None = None,
+    ) -> None:
+        super().__init__()
+        self._address = address
+        self._secret = sign(secret, _RELAY_FRAMES).encode()
+        self._listener = listener or Listener(address)
+        self._silence_s = silence_s
+        self._heard_at: dict[NodeConnection, float] = {}
+        self._checker: asyncio.TimerHandle | None = None
+
+    @property
+    def where(self) -> tuple[str, int]:
+        """Its address and port."""
+        return self._address, self._listener.port
+
+    def start(self, owner: ManagerState) -> None:
+        """Accept relays from now on, in the running event loop."""
+        super().start(owner)
+        self._listener.serve(self._secret, _SESSION, self)
+        if self._silence_s is not None:
+            self._check_for_silence(self._silence_s)
+
+    def stop(self) -> None:
+        """Close the port and all connections. May be repeated."""
+        self._listener.close()
+        if self._checker is not None:
+            self._checker.cancel()
+
+    def on_connect(self, connection: NodeConnection, hello: dict[str, Any]) -> None:
+        """See `ConnectionOwner`."""
+        super().on_connect(connection, hello)
+        self._heard_at[connection] = asyncio.get_running_loop().time()
+
+    def on_message(self, connection: NodeConnection, message: dict[str, Any]) -> None:
+        """See `ConnectionOwner`."""
+        self._heard_at[connection] = asyncio.get_running_loop().time()
+        if message["type"] == "beat":
+            connection.send(message)
+        else:
+            super().on_message(connection, message)
+
+    def _check_for_silence(self, silence_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        for connection, heard_at in list(self._heard_at.items()):
+            if loop.time() - heard_at >= silence_s:
+                connection.abort(f"it is silent for {silence_s:g} s")
+        pause_s = silence_s / BEATS_PER_SILENCE
+        self._checker = loop.call_later(pause_s, self._check_for_silence, silence_s)
+
+    def on_disconnect(self, connection: NodeConnection, reason: str) -> None:
+        """See `ConnectionOwner`."""
+        self._heard_at.pop(connection, None)
+        super().on_disconnect(connection, reason)
 
 
 # ---- the server as a process of its own, where there is no agent

@@ -1,11 +1,8 @@
 """State of a manager server: its decisions about one replica group (pure).
 
-`manager_server` drives it with sockets and processes, `manager_relay` with connections to the other
-nodes of a group of several nodes. No call blocks, and each event calls its ports in order: `send`
-for the lighthouse, a `Worker` for each worker, and a `RelayLink` where the server of the group is
-on another node.
-
-The state of a node is one of two things:
+`manager_server` drives it with sockets and processes. No call blocks, and each event calls its
+ports in order: `send` for the lighthouse, a `Worker` for each worker, and a `RelayLink` where the
+server of the group is on another node. The state of a node is one of two things:
 
 *Server*. It combines the requests and votes of all workers of the group, on whatever node, into
 those of the group, and passes on what the lighthouse answers. One no, or one lost worker, decides a
@@ -26,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -68,12 +65,7 @@ class RelayLink(Protocol):
 
 
 class ManagerState:
-    """What the server of one replica group, or a relay, knows and decides.
-
-    Attributes:
-        has_left: The group has left the quorum as announced: its workers wait to be stopped.
-        on_report: Called with what a worker reports for the run's events; may be replaced.
-    """
+    """What the server of one replica group, or a relay, knows and decides."""
 
     def __init__(
         self,
@@ -129,11 +121,16 @@ class ManagerState:
     ) -> None:
         """Forget the present workers, and wait for new ones, which the agent starts.
 
-        The size includes workers on other nodes; ``entry`` is the index of the log entry that
-        placed the group. ``relay`` connects to the server of the group, which is on another node;
-        None: this is it.
+        ``group_world_size`` includes workers on other nodes; ``entry`` is the index of the log
+        entry that placed the group. ``relay`` connects to the server of the group, which is on
+        another node; None: this is it.
         """
-        if self._workers and not self._is_done and not self.has_left and self._relay is None:
+        if (
+            self._workers
+            and not self._is_complete(self._done_ranks)
+            and not self.has_left
+            and self._relay is None
+        ):
             self._lose_workers("its workers are started again")
         self._close_connections()
         self._reset()
@@ -184,20 +181,16 @@ class ManagerState:
         if self._relay is not None:
             return
         result = self._result
-        if result is None or self.has_left:
-            self._send_up(messages.ReplicaStatus(messages.NO_QUORUM, 0, 0, 0, is_aborted=False))
-        else:
-            rank, size = result.replica_rank, result.replica_world_size
-            self._send_up(
-                messages.ReplicaStatus(
-                    result.quorum_id, rank, size, self._quorum_step, self._is_aborted
-                )
-            )
+        status = messages.ReplicaStatus(messages.NO_QUORUM, 0, 0, 0, is_aborted=False)
+        if result is not None and not self.has_left:
+            place = result.quorum_id, result.replica_rank, result.replica_world_size
+            status = messages.ReplicaStatus(*place, self._quorum_step, self._is_aborted)
+        self._send_up(status)
         if self._lost_reason is not None:
             self._send_up(messages.WorkersLost(self._lost_reason))
         else:
             self._repeat_leave_notice()
-        if self._is_done:
+        if self._is_complete(self._done_ranks):
             self._send_shutdown()
         self._repeat_request()
 
@@ -301,7 +294,7 @@ class ManagerState:
             case messages.Shutdown():
                 self._done_ranks[rank] = message
                 self._requests.pop(rank, None)
-                if self._is_done:
+                if self._is_complete(self._done_ranks):
                     self._send_shutdown()
             case _:
                 raise ValueError(f"not from a worker: {message}")
@@ -311,18 +304,16 @@ class ManagerState:
         self._connections.pop(worker, None)
         self._stopped.discard(worker)
         rank = worker.rank
-        if rank is not None and self._relay is not None:
-            del self._workers[rank]
+        if rank is None:
+            return
+        del self._workers[rank]
+        self._requests.pop(rank, None)
+        if self._relay is not None:
             self._relay.send({"type": "lost", "rank": rank, "why": reason})
-            if not self._workers:
-                self._on_empty()
-        elif rank is not None:
-            del self._workers[rank]
-            self._requests.pop(rank, None)
-            if rank not in self._done_ranks and not self.has_left:
-                self._lose_workers(f"rank {rank} of {self._replica_id}: {reason}")
-            if not self._workers:
-                self._on_empty()
+        elif rank not in self._done_ranks and not self.has_left:
+            self._lose_workers(f"rank {rank} of {self._replica_id}: {reason}")
+        if not self._workers:
+            self._on_empty()
 
     def check_workers(self) -> None:
         """Report workers that are stopped, or run again; to be called some 40 times a second."""
@@ -331,20 +322,18 @@ class ManagerState:
             if self._workers.get(rank) is not worker:
                 continue  # lost meanwhile
             is_stopped = worker.is_stopped(now)
-            if self._relay is not None:
-                if is_stopped is not None and is_stopped != (worker in self._stopped):
-                    self._relay.send({"type": "stopped", "rank": rank, "now": is_stopped})
-                    self._stopped ^= {worker}
+            if is_stopped is None or is_stopped == (worker in self._stopped):
                 continue
-            if is_stopped is False and worker in self._stopped:
+            if self._relay is not None:
+                self._stopped ^= {worker}
+                self._relay.send({"type": "stopped", "rank": rank, "now": is_stopped})
+            elif not is_stopped:
                 self._stopped.discard(worker)
                 self._repeat_request()
-            if not is_stopped or worker in self._stopped or self.has_left:
-                continue
-            self._stopped.add(worker)
-            self._lose_workers(
-                f"rank {rank} of {self._replica_id}: process {worker.pid} is stopped"
-            )
+            elif not self.has_left:
+                self._stopped.add(worker)
+                process = f"process {worker.pid} is stopped"
+                self._lose_workers(f"rank {rank} of {self._replica_id}: {process}")
 
     def _add_worker(self, worker: Worker, hello: messages.Hello) -> None:
         if self._size is None:
@@ -388,10 +377,6 @@ class ManagerState:
     def _send_shutdown(self) -> None:
         """Report that the group is done, with the last step that all its workers completed."""
         self._send_up(min(self._done_ranks.values(), key=lambda done: done.quorum_step))
-
-    @property
-    def _is_done(self) -> bool:
-        return self._is_complete(self._done_ranks)
 
     def _is_complete(self, by_rank: Sized) -> bool:
         return len(by_rank) == self._size
@@ -441,14 +426,8 @@ class ManagerState:
         self._switch_votes[rank] = vote
         if self._is_complete(self._switch_votes):
             votes = self._switch_votes.values()
-            combined = replace(
-                vote,
-                ok=all(v.ok for v in votes),
-                quorum_step=max(v.quorum_step for v in votes),
-                rate=max(v.rate for v in votes),
-                confirmed_step=max(v.confirmed_step for v in votes),
-            )
-            self._send_up(combined)
+            most = _most(votes, "quorum_step", "rate", "confirmed_step")
+            self._send_up(replace(vote, ok=all(v.ok for v in votes), **most))
 
     def _on_switch_request(self, rank: int, request: messages.SwitchRequest) -> None:
         """Request a switch if all ranks do, which repeat it at the end of each step."""
@@ -458,8 +437,9 @@ class ManagerState:
                 self._send_up(request)
 
     def _decide_commit(self) -> None:
-        all_live = self._is_complete(self._workers)
-        decision = self._commit_votes.decide(self._size or 1, all_live=all_live)
+        decision = self._commit_votes.decide(
+            self._size or 1, all_live=self._is_complete(self._workers)
+        )
         if decision is not None:
             self._send_down(self._workers, decision)
 
@@ -482,18 +462,20 @@ def combine_requests(requests: Mapping[int, messages.QuorumRequest]) -> messages
         version = hashlib.blake2b(f"torn|{text}".encode(), digest_size=16).hexdigest()
     return replace(
         first,
-        quorum_step=max(q.quorum_step for q in ranks),
         step=step,
         state_version=version,
-        quorum_id=max(q.quorum_id for q in ranks),
-        commit_failures=max(q.commit_failures for q in ranks),
-        min_replicas=max(q.min_replicas for q in ranks),
         shrink_only=any(q.shrink_only for q in ranks),
         metadata=tuple(text for q in ranks for text in q.metadata),
         is_saved=all(q.is_saved for q in ranks),
         catch_up=all(q.catch_up for q in ranks),
-        heal_failures=max(q.heal_failures for q in ranks),
+        **_most(
+            ranks, "quorum_step", "quorum_id", "commit_failures", "min_replicas", "heal_failures"
+        ),
     )
+
+
+def _most(of: Collection[object], *names: str) -> dict[str, Any]:
+    return {name: max(getattr(each, name) for each in of) for name in names}
 
 
 class CommitVotes:
@@ -552,23 +534,20 @@ class RemoteWorker:
         self.pid = f"of rank {rank} on {node.host}"
         self._node = node
         self._number = rank
-        self._is_stopped = False
+        self.has_stopped = False
+        """Its node has reported that it is stopped for long."""
 
     def send(self, message: messages.Message) -> None:
-        """Queue a message."""
+        """See `Worker`."""
         self._node.connection.send({**messages.to_frame(message), "rank": self._number})
 
     def close(self) -> None:
-        """Drop the connection to its node, without a report. May be repeated."""
+        """Drop the connection to its node."""
         self._node.close()
 
     def is_stopped(self, now: float) -> bool:
-        """Return whether its node has reported that it is stopped for long."""
-        return self._is_stopped
-
-    def set_stopped(self, *, is_stopped: bool) -> None:
-        """Record what its node reports."""
-        self._is_stopped = is_stopped
+        """See `Worker`."""
+        return self.has_stopped
 
 
 @dataclass(eq=False)
@@ -655,4 +634,4 @@ class RemoteNodes:
             case "lost" if rank in node.workers:
                 owner.on_worker_disconnect(node.workers.pop(rank), str(frame["why"]))
             case "stopped" if rank in node.workers:
-                node.workers[rank].set_stopped(is_stopped=bool(frame["now"]))
+                node.workers[rank].has_stopped = bool(frame["now"])

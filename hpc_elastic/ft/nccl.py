@@ -18,6 +18,8 @@ Private to torch, and named in a test: ``Backend._set_default_timeout``, ``Proce
 _register_backend`` and ``_set_default_backend``.
 """
 
+# ruff: noqa: D102  (some names say it all)
+
 from __future__ import annotations
 
 import logging
@@ -162,15 +164,12 @@ class NCCLGroup(LiveGroup):
 
     @property
     def pg(self) -> TorchProcessGroup:
-        """torch's group, which does the operations."""
         return self._pg
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time-out of later operations."""
         self.timeout_s = timeout.total_seconds()
 
     def watch_work(self, work: Work, operation: str) -> ManagedWork:
-        """Return an operation that has just started here, and watch its deadline."""
         self.watchdog.add_work(work, operation, self.timeout_s)
         return ManagedWork(work, operation, self)
 
@@ -227,7 +226,6 @@ class WorkWatchdog:
         self._thread: threading.Thread | None = None
 
     def add_work(self, work: Work, name: str, timeout_s: float) -> None:
-        """Watch an operation that has just started."""
         self._remove_completed()
         self._operations.append(_Operation(work, name, timeout_s, time.monotonic() + timeout_s))
         if self._thread is None:
@@ -237,7 +235,6 @@ class WorkWatchdog:
             self._thread.start()
 
     def stop(self) -> None:
-        """Forget all operations; the thread ends."""
         self._stopped.set()
         self._operations.clear()
 

@@ -5,6 +5,8 @@ top of `reconfigurable`; the groups of this module wrap or imitate one. torchft'
 subprocess (Baby*) are these as well: both backends can be aborted in their own process.
 """
 
+# ruff: noqa: D102  (the methods override documented ones)
+
 from __future__ import annotations
 
 import importlib
@@ -27,7 +29,7 @@ from torch.futures import Future
 
 from hpc_elastic.block_int8 import dequantize, quantize
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.ft import _unavailable
+from hpc_elastic.ft import find_unavailable
 from hpc_elastic.ft.futures import make_future
 
 __all__ = [
@@ -64,7 +66,7 @@ T = TypeVar("T")
 def __getattr__(name: str) -> Any:
     """Import a backend on first use: torchft has them in this module, which they are built on."""
     if name not in _BACKENDS:
-        return _unavailable.find_name(__name__, name)
+        return find_unavailable(__name__, name)
     return getattr(importlib.import_module(_BACKENDS[name]), name)
 
 
@@ -229,28 +231,22 @@ class ProcessGroupWrapper(ProcessGroup):
         return self._pg
 
     def configure(self, *args: Any, **kwargs: Any) -> None:
-        """Configure the wrapped group."""
         self._wrapped().configure(*args, **kwargs)
 
     def abort(self, errored: bool = True) -> None:
-        """Abort the wrapped group."""
         self._wrapped().abort(errored)
 
     def shutdown(self) -> None:
-        """Shut down the wrapped group."""
         self._wrapped().shutdown()
 
     def errored(self) -> Exception | None:
-        """Return the wrapped group's error."""
         return self._wrapped().errored()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the wrapped group's time-out."""
         self._timeout = timeout
         self._wrapped().set_timeout(timeout)
 
     def size(self) -> int:
-        """Return the number of members."""
         return self.parent.size()
 
     def rank(self) -> int:
@@ -261,7 +257,6 @@ class ProcessGroupWrapper(ProcessGroup):
             return 0
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Return the wrapped group's name."""
         return self._wrapped().getBackendName()
 
     def __repr__(self) -> str:
@@ -419,18 +414,11 @@ class AlteredWork(Work):
 
 
 def sum_quantized(group: ProcessGroup, tensor: torch.Tensor) -> Work:
-    """Begin to sum a tensor over a group, in place, by 8-bit integers.
+    """Begin to sum a floating-point tensor over a group, in place, by 8-bit integers.
 
-    Each member gathers the codes of all, and adds them in float32 in the same order, so all get
-    the same sum. A member receives 1.016 (n - 1) bytes a value, a ring allreduce of float32
-    8 (n - 1) / n: a quarter of that in a group of two, half in one of four.
-
-    Args:
-        group: Of at most `MAX_QUANTIZED`; with more members it costs more than float32.
-        tensor: Floating-point, of the same shape on all members.
-
-    Returns:
-        The work; the tensor has the sum once it is done.
+    Each member gathers the codes of all, and adds them in float32 in the same order, so all get the
+    same sum. A member receives 1.016 (n - 1) bytes a value, a ring allreduce of float32 8 (n - 1) /
+    n: a quarter of that in a group of two, half in one of four.
     """
     codes, scales = quantize(tensor)
     mine = torch.cat([codes.view(-1).view(torch.uint8), scales.view(-1).view(torch.uint8)])
@@ -486,11 +474,11 @@ class AllreduceManager(Protocol):
 
     _pg: ProcessGroup
 
-    def allreduce(self, tensor: torch.Tensor, *, reduce_op: ReduceOp | ReduceOp.RedOpType) -> Work:
-        """Reduce a tensor over the participating replica groups."""
+    def allreduce(
+        self, tensor: torch.Tensor, *, reduce_op: ReduceOp | ReduceOp.RedOpType
+    ) -> Work: ...
 
-    def num_participants(self) -> int:
-        """Return the number of participating replica groups."""
+    def num_participants(self) -> int: ...
 
 
 class ManagedProcessGroup(ProcessGroupWrapper):
@@ -537,15 +525,12 @@ class DummyWork(Work):
         self._future.set_result(result)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return at once."""
         return True
 
     def is_completed(self) -> bool:
-        """Return True."""
         return True
 
     def get_future(self) -> Future[object]:
-        """Return a future that holds the result."""
         return self._future
 
 
@@ -582,12 +567,10 @@ class LiveGroup(ABC):
 
     @property
     @abstractmethod
-    def pg(self) -> TorchProcessGroup:
-        """torch's group, which does the operations."""
+    def pg(self) -> TorchProcessGroup: ...
 
     @abstractmethod
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time-out of later operations."""
+    def set_timeout(self, timeout: timedelta) -> None: ...
 
     def watch_work(self, work: Work, operation: str) -> ManagedWork:
         """Return an operation that has just started here, whose errors name it and the group."""
@@ -658,19 +641,12 @@ class ManagedWork(Work):
         return self
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end of the operation.
+        """Wait for the end of the operation; return False if it is managed and has failed.
 
-        Args:
-            timeout: None, and 0 as in torch's C++ code (``kNoTimeout``): the group's.
-
-        Returns:
-            False if it is managed and failed; the tensor's content is undefined then.
-
-        Raises:
-            CollectiveTimeoutError: It took too long. It may still write into its tensors, until
-                the group is aborted. (This and the following: only if it is not managed.)
-            AbortedError: The group was aborted.
-            ProcessGroupError: A peer's connection broke, or torch has another error.
+        None, and 0 as in torch's C++ code (``kNoTimeout``), is the group's time-out. The tensor's
+        content is undefined after a failure. A work that is not managed raises
+        CollectiveTimeoutError (it may still write into its tensors, until the group is aborted),
+        AbortedError, or ProcessGroupError.
         """
         timeout = timeout or None
         if self._on_error is None:
@@ -728,23 +704,18 @@ class ManagedWork(Work):
             return made
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, successfully or not."""
         return self._succeeded is not None or bool(self._work.is_completed())
 
     def is_success(self) -> bool:
-        """Return whether it has succeeded."""
         return self._work.is_success()
 
     def exception(self) -> Any:
-        """Return torch's error; None if there is none."""
         return self._work.exception()
 
     def result(self) -> Any:
-        """Return torch's result."""
         return self._work.result()
 
     def source_rank(self) -> int:
-        """Return the rank that a recv_anysource received from."""
         return self._work.source_rank()
 
     def synchronize(self) -> None:
@@ -755,7 +726,6 @@ class ManagedWork(Work):
             self.wait()
 
     def block_current_stream(self) -> None:
-        """Let the current stream wait for it, as `synchronize`."""
         self.synchronize()
 
     def _wait(self, timeout: timedelta | None) -> bool:

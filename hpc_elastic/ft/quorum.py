@@ -42,6 +42,8 @@ The healing members *catch up* beside the training (`messages`) if all members c
 is large enough for the steps to be committed without them. At step 0 no state is worth a step.
 """
 
+# ruff: noqa: D102, D103  (some names say it all)
+
 from __future__ import annotations
 
 import math
@@ -120,7 +122,6 @@ class ActiveQuorum:
 
     @classmethod
     def before_first(cls) -> ActiveQuorum:
-        """Return what stands for the quorum before there is one."""
         quorum = cls(messages.NO_QUORUM, (), -math.inf)
         quorum.end_reason = "there was none"
         return quorum
@@ -135,11 +136,9 @@ class ActiveQuorum:
 
     @property
     def is_active(self) -> bool:
-        """Whether it has not ended."""
         return self.end_reason is None
 
     def add_reconnected(self, replica: str, rank: int) -> None:
-        """Add a member that has connected (again)."""
         if replica in self.members:
             return
         if replica not in self._ranks:
@@ -150,7 +149,6 @@ class ActiveQuorum:
         self.not_requesting[replica] = None
 
     def remove_member(self, replica: str) -> None:
-        """Remove a member that is not waited for any more."""
         self.members.pop(replica, None)
         self.not_requesting.pop(replica, None)
 
@@ -213,7 +211,6 @@ class ReplicaRegistry:
         self.quorum.remove_member(replica)
 
     def add_request(self, replica: str, request: messages.QuorumRequest, now: float) -> None:
-        """Add a group's request for the next quorum."""
         if not self.requests:
             self.first_request_at = now
         self.idle.pop(replica, None)
@@ -245,7 +242,6 @@ class ReplicaRegistry:
     # ---- queries -------------------------------------------------------------------------
 
     def is_member(self, replica: str) -> bool:
-        """Return whether a group is a member of the last quorum, and has not left it."""
         return replica in self.quorum.members
 
     @property
@@ -470,7 +466,6 @@ class CommittedProgress:
         return result.heals or is_initial or own == (result.max_step, result.state_version)
 
     def after_step(self, quorum_id: int, num_participants: int) -> CommittedProgress:
-        """Return the progress after one more step, committed in a quorum by these contributors."""
         return replace(
             self,
             step=self.step + 1,
@@ -485,7 +480,6 @@ def random_version() -> str:
 
 
 def next_version(version: str, quorum_id: int, num_participants: int) -> str:
-    """Return the version after a step committed in a quorum by these contributors."""
     return _hash(f"{version}|{quorum_id}|{num_participants}")
 
 

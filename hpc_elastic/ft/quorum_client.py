@@ -8,6 +8,8 @@ A quorum that is aborted before its first collective costs no step: `enter_quoru
 Not so in a group of several ranks: they have to stay in step with each other, and one may be ahead.
 """
 
+# ruff: noqa: D103  (some names say it all)
+
 from __future__ import annotations
 
 import json
@@ -440,7 +442,6 @@ class QuorumClient:
 
 
 def run_at_once(call: Callable[[], T]) -> Future[T]:
-    """Call a function on this thread; return its outcome."""
     future: Future[T] = Future()
     try:
         future.set_result(call())

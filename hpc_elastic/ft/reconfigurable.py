@@ -13,6 +13,8 @@ torch's constructors cannot be interrupted. They wait in a store for all members
 `AbortableStore` waits there only as long as its task lasts, and knows which members are missing.
 """
 
+# ruff: noqa: D102  (the methods override documented ones)
+
 from __future__ import annotations
 
 import atexit
@@ -61,7 +63,6 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
         """Those of groups whose keys have not been removed."""
 
     def configure(self, *args: Any, **kwargs: Any) -> None:
-        """Form the group of a new quorum; see `ProcessGroup.configure`."""
         place = MemberPlace(*args, **kwargs)
         late = AbortedError(f"{place} was ready too late")
         task = CancellableTask[LiveGroup](
@@ -119,7 +120,6 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
             live.end_group(error, finish_pending=False)
 
     def shutdown(self) -> None:
-        """Leave the group on purpose; `configure` may still be called."""
         with self._lock:
             live, self._live = self._live, None
         if live is not None:
@@ -127,11 +127,9 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
             live.end_group(error, finish_pending=True)
 
     def errored(self) -> Exception | None:
-        """Return why it was aborted or could not be configured; None once it is configured."""
         return self._error
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time-out of each later operation and of each later `configure`."""
         self._timeout = timeout
         live = self._live
         if live is not None:
@@ -139,7 +137,6 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
 
     @property
     def parent(self) -> TorchProcessGroup:
-        """torch's group of the present members; raise the reason if there is none."""
         live = self._live
         if live is not None:
             return live.pg
@@ -225,7 +222,6 @@ class CancellableTask(Generic[T]):
         self._error: BaseException | None = None
 
     def start(self) -> None:
-        """Start to build."""
         threading.Thread(target=self._run, name="hpc-elastic-ft-build").start()
 
     def result(self) -> T:
@@ -363,14 +359,12 @@ class AbortableStore(Store):
         self._written: set[str] = set()
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Write a value."""
         self._task.check()
         self._written.add(key)
         self.values[key] = value.encode() if isinstance(value, str) else bytes(value)
         self.lasting.set(key, value)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        """Wait for a value and return it."""
         self.wait([key])
         value = self.lasting.get(key)
         self.values[key] = value
@@ -396,11 +390,9 @@ class AbortableStore(Store):
             delay_s, polls = min(delay_s * 1.3, _LONGEST_S), polls + 1
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys exist."""
         return self.lasting.check(keys)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter."""
         self._written.add(key)
         return self.lasting.add(key, amount)
 
@@ -419,7 +411,6 @@ class CheckedWait(CancellableTask[None]):
         self._check = check
 
     def check(self) -> None:
-        """Raise if the wait is to end."""
         self._check()
 
 

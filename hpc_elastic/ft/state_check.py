@@ -15,6 +15,8 @@ that was averaged, since all replicas have applied it. Groups with different har
 may round differently, and differ by nature.
 """
 
+# ruff: noqa: D102, D103  (some names say it all)
+
 from __future__ import annotations
 
 import json
@@ -65,7 +67,6 @@ class StateDigest:
 
     @classmethod
     def of(cls, state: object) -> StateDigest:
-        """Return the digest of a state's dense tensors."""
         found = list(find_tensors(state))
         digests = _layout.digest_tensors([tensor for _, tensor in found])
         form = json.dumps([(path, str(t.dtype), list(t.shape)) for path, t in found])
@@ -88,7 +89,6 @@ _MARK = 1
 
 
 def summary_row(state: StateDigest) -> list[int]:
-    """Return a member's row of the first table."""
     return [_MARK, state.form, state.total]
 
 
@@ -99,7 +99,6 @@ def detail_row(state: StateDigest, name: str) -> list[int]:
 
 
 def is_complete(table: Sequence[Row]) -> bool:
-    """Return whether every member has added its row."""
     return all(row[0] == _MARK for row in table)
 
 
@@ -120,7 +119,6 @@ class Mismatch:
 
     @classmethod
     def of(cls, table: Sequence[Row], paths: Sequence[str]) -> Mismatch:
-        """Return the conclusion from the second table."""
         begin = 1 + _NAME_BYTES
         names = [bytes(row[1:begin]).rstrip(b"\0").decode(errors="replace") for row in table]
         digests = [row[begin:] for row in table]

@@ -18,20 +18,18 @@ if TYPE_CHECKING:
         IslandTimeoutError,
         load_global_parameters,
     )
-    from hpc_elastic.islands.outer_round import RoundPolicy
+    from hpc_elastic.islands.outer_round import ContributionHead, OuterRound, RoundPolicy
 
 __all__ = [
-    "DivergedIslandError",
-    "IslandDiLoCo",
-    "IslandTimeoutError",
-    "RoundPolicy",
-    "load_global_parameters",
-]
+    "ContributionHead", "DivergedIslandError", "IslandDiLoCo", "IslandTimeoutError", "OuterRound",
+    "RoundPolicy", "load_global_parameters",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "outer_round" if name == "RoundPolicy" else "diloco"
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    is_pure = name in ("ContributionHead", "OuterRound", "RoundPolicy")
+    home = importlib.import_module(f"{__name__}.{'outer_round' if is_pure else 'diloco'}")
+    return getattr(home, name)

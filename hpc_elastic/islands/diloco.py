@@ -417,7 +417,6 @@ class _IslandFragment:
             self._shift = None
 
     def _set_progress(self) -> None:
-        """Set the tokens and the round of what the model has adopted, on all ranks."""
         adopted = torch.tensor([self._adopted.tokens, self._adopted.index], dtype=torch.float64)
         if self._group is not None:
             adopted = adopted.to(next(self._module.parameters()).device)

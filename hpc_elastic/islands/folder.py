@@ -9,6 +9,8 @@ so that a reader may take a part of a file and verify it.
 Reference: https://github.com/huggingface/safetensors#format
 """
 
+# ruff: noqa: D102, D103  (the methods override documented ones)
+
 from __future__ import annotations
 
 import json
@@ -68,11 +70,9 @@ class IslandFolder:
         self._outer_optimizer = outer_optimizer
 
     def names(self) -> Collection[str]:
-        """See `RoundFiles`."""
         return names_in(self.path)
 
     def read_round(self, index: int) -> OuterRound | None:
-        """See `RoundFiles`."""
         try:
             text = read_listed(self.path / round_name(index))
         except UnicodeDecodeError:
@@ -80,7 +80,6 @@ class IslandFolder:
         return None if text is None else OuterRound.decode(text)
 
     def put_round(self, outer_round: OuterRound) -> None:
-        """See `RoundFiles`."""
         staged = self._staged(outer_round.index)
         try:
             with staged.open("x") as file:
@@ -92,7 +91,6 @@ class IslandFolder:
             remove_behind(staged)
 
     def read_head(self, island: str, number: int) -> ContributionHead | None:
-        """See `RoundFiles`."""
         try:
             with closing(TensorFile(self.path / contribution_name(island, number))) as file:
                 return ContributionHead(**file.values)
@@ -113,7 +111,6 @@ class IslandFolder:
     def write_state(
         self, last: OuterRound | None, factors: Mapping[Key, float], name: str
     ) -> list[Key]:
-        """See `RoundFiles`."""
         if last is None:
             self._write_state(name, self._initial, {})
             return []
@@ -153,8 +150,6 @@ class IslandFolder:
             return self._parameters_of(file)
 
     def empty(self, names: Collection[str]) -> None:
-        """See `RoundFiles`."""
-
         def truncate() -> None:
             for name in names:
                 with suppress(OSError), closing(TensorFile(self.path / name)) as file:
@@ -163,7 +158,6 @@ class IslandFolder:
         threading.Thread(target=truncate, name="emptying of contributions", daemon=True).start()
 
     def remove(self, names: Collection[str]) -> None:
-        """See `RoundFiles`."""
         for name in names:
             remove_behind(self.path / name)
 
@@ -228,7 +222,6 @@ class IslandFolder:
 
 
 def are_finite(tensors: Collection[torch.Tensor]) -> bool:
-    """Return whether tensors have neither infinities nor not-a-numbers."""
     return all(bool(torch.isfinite(t).all()) for t in tensors)
 
 
@@ -329,12 +322,10 @@ class TensorFile:
 
     @property
     def header_bytes(self) -> int:
-        """Size of what stands before the data of the tensors."""
         return self._begin
 
     @property
     def names(self) -> list[str]:
-        """The names of the tensors, in the order in which they were written."""
         return list(self._entries)
 
     def read(self, name: str) -> torch.Tensor:

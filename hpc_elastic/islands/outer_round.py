@@ -31,6 +31,8 @@ References: A. Douillard et al., "DiLoCo" (arXiv:2311.08105), "Streaming DiLoCo"
 M. Herlihy, "Wait-Free Synchronization" (1991), on agreement by a chain of compare-and-swap.
 """
 
+# ruff: noqa: D103  (some names say it all)
+
 from __future__ import annotations
 
 import json
@@ -157,38 +159,29 @@ class OuterRound:
 
 
 def check_island(name: str) -> str:
-    """Return an island's name, which is a part of names of files.
-
-    Raises ConfigError if it has other characters than letters, digits, ``_`` and ``-``, or is too
-    long.
-    """
+    """Return an island's name, which is a part of names of files; ConfigError if it cannot be."""
     if not _ISLAND.fullmatch(name):
         raise ConfigError("island", name, "give 1 to 64 letters, digits, _ or -")
     return name
 
 
 def round_name(index: int) -> str:
-    """Return the name of a round's file."""
     return f"round.{index}.json"
 
 
 def state_name(index: int, nonce: str) -> str:
-    """Return the name of a file with the state after a round; ``nonce`` is hexadecimal."""
     return f"state.{index}.{nonce}.safetensors"
 
 
 def contribution_name(island: str, number: int) -> str:
-    """Return the name of a contribution's file."""
     return f"contribution.{island}.{number}.safetensors"
 
 
 def staged_name(index: int, nonce: str) -> str:
-    """Return the name of a file that is being written, which is linked to its own name then."""
     return f".staged.{index}.{nonce}"
 
 
 def last_index(names: Collection[str]) -> int:
-    """Return the highest index of a round in a listing; 0 if there is none."""
     return max((int(m[1]) for n in names if (m := _ROUND.fullmatch(n))), default=0)
 
 
@@ -330,7 +323,7 @@ class RoundTimer:
 
 @dataclass(frozen=True)
 class FolderView:
-    """What an island has found in a fragment's folder; ``names`` is a fresh listing.
+    """What an island has found in a fragment's folder, by a fresh listing.
 
     ``index`` is the highest of a round, 0 if there is none; ``last`` is the newest undamaged round.
     """
@@ -365,12 +358,8 @@ class RoundFiles(Protocol):
     ) -> list[Key]:
         """Step the state after a round into a new file; without a round, the initial parameters.
 
-        Returns:
-            Contributions that cannot be read. If there are any, no file was written.
-
-        Raises:
-            FileNotFoundError: The state after ``last`` is missing.
-            DamagedFileError: It is damaged.
+        Returns the contributions that cannot be read; if there are any, no file was written. Raises
+        FileNotFoundError if the state after ``last`` is missing, DamagedFileError if it is damaged.
         """
 
     def empty(self, names: Collection[str]) -> None:

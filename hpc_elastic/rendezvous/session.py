@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.ft.manager_relay import Relay, RelayPort
-from hpc_elastic.ft.manager_server import ManagerServer
+from hpc_elastic.ft.manager_server import ManagerServer, Relay, RelayPort
 from hpc_elastic.ft.messages import Message as ReplicaReport
 from hpc_elastic.rendezvous import effects, messages
 from hpc_elastic.rendezvous.follower_state import FollowerState

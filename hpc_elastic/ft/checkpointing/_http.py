@@ -90,7 +90,6 @@ class HealRequest:
 
     @property
     def num_body_bytes(self) -> int:
-        """Of the answer to a request for a range."""
         return self.end - self.begin + SUM_BYTES * len(self.blocks()) + MAC_BYTES
 
     def blocks(self) -> list[tuple[int, int]]:
@@ -138,7 +137,6 @@ class AnswerHead:
 
     @classmethod
     def parse(cls, raw: bytes) -> AnswerHead:
-        """Return it; raise AuthenticationError if it is none."""
         try:
             first, headers = _open_head(raw)
             length = int(headers["content-length"])
@@ -277,7 +275,6 @@ def receive_into(sock: socket.socket, views: Sequence[memoryview]) -> None:
 
 
 def send(sock: socket.socket, views: Sequence[memoryview | bytes]) -> None:
-    """Send buffers; raises as `receive_into`."""
     _move([memoryview(view) for view in views], sock.sendmsg)
 
 
@@ -365,7 +362,6 @@ class StateServer:
 
     @property
     def url(self) -> str:
-        """Where peers reach it."""
         address, port = self._server.address
         host = f"[{address}]" if ":" in address else address
         return f"http://{host}:{port}/{self._token}"

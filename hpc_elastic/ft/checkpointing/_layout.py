@@ -80,7 +80,6 @@ def encode_refusal(step: int, reason: str) -> bytes:
 
 
 def digest(raw: bytes) -> str:
-    """Return the digest of a layout's JSON; equal layouts have equal ones."""
     return blake2b(raw, digest_size=16).hexdigest()
 
 
@@ -312,7 +311,6 @@ class Sharding:
 
     @property
     def text(self) -> str:
-        """The mesh and the placements, for messages."""
         names = f" {self.names}" if self.names else ""
         return f"a mesh of {self.mesh}{names} with ({', '.join(self.placements)})"
 
@@ -388,7 +386,6 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def view(raw: torch.Tensor) -> memoryview:
-    """Return bytes on the CPU as a buffer that shares their memory."""
     return memoryview(raw.numpy())  # type: ignore[arg-type]  # NumPy's stubs before 3.12
 
 

@@ -7,6 +7,8 @@ fresh memory, so that a heal that fails changes nothing; proves on both sides th
 to the run; and checks every block. `_http` has the messages and the server.
 """
 
+# ruff: noqa: D102  (some names say it all)
+
 from __future__ import annotations
 
 import json
@@ -198,21 +200,12 @@ class HTTPTransport(CheckpointTransport[T]):
         timeout: timedelta,
         is_enough: Callable[[set[Range]], bool],
     ) -> set[Range]:
-        """Fetch parts of the state of peers, until all that was planned is there, or enough is.
+        """Fetch parts of the state of peers; return the ranges that have come.
 
-        Args:
-            sources: What their `metadata` returned, the best first.
-            step: Which step the state must be at.
-            plan: Called once with the layout, on a thread of this call.
-            timeout: As that of `recv_checkpoint`.
-            is_enough: Whether these ranges suffice; called often.
-
-        Returns:
-            The ranges that have come; ranges of the plan are cut at `PIECE_BYTES`. Other planned
-            memory may have changed, too.
-
-        Raises:
-            HealError: As `recv_checkpoint`.
+        Until all that was planned is there, or the ranges are enough, which is asked often.
+        ``plan`` is called once with the layout, on a thread of this call; its ranges are cut at
+        `PIECE_BYTES`. Other planned memory may have changed, too. ``sources``, the time-out and
+        errors are as those of `recv_checkpoint`.
         """
         timeout_s, num = timeout.total_seconds(), self._num_connections
         fetch = Fetch(sources, self._key, step, timeout_s, num, plan, is_enough)
@@ -231,15 +224,8 @@ class HTTPTransport(CheckpointTransport[T]):
     ) -> list[int]:
         """Return the digests (`_layout.digest_tensor`) of a peer's tensors, by their number.
 
-        Args:
-            source: What its `metadata` returned.
-            step: Which step its state must be at.
-            layout: That its state must have.
-            timeout: For the answer.
-
-        Raises:
-            HealError: It does not give them.
-            OSError: It cannot be reached, or `abort` was called.
+        Its state must be at this step and have this layout. Raises HealError if it does not give
+        them, and OSError if it cannot be reached, or `abort` was called.
         """
         digest, timeout_s = _layout.digest(layout.to_json()), timeout.total_seconds()
         client, wait_s = secrets.token_hex(16), timeout_s
@@ -306,7 +292,6 @@ class FetchPlan:
 
     @classmethod
     def whole(cls, target: _layout.Target) -> FetchPlan:
-        """Return the plan to fetch all of a state."""
         layout = target.layout
         memory = Pieces(_layout.stream_parts(layout, target.raw))
         small, end = layout.small_bytes, layout.num_bytes
@@ -332,12 +317,10 @@ class Fetch:
         plan: Callable[[_layout.StateLayout], FetchPlan],
         is_enough: Callable[[set[Range]], bool],
     ) -> None:
-        """Prepare it.
+        """Prepare it; see `HTTPTransport.fetch_parts`.
 
         ``sources`` are `StateServer.url` of each, the best first; each gets at least one
         connection. The time-out is until the first block, and from each to the next, of any source.
-        ``plan`` is called once with the layout; ``is_enough``, whether these ranges suffice, is
-        called often.
         """
         self._sources = sources
         self._key = key
@@ -646,12 +629,10 @@ class RangeScheduler:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of all ranges."""
         return sum(end - begin for begin, end in (*self.small, *self.rest))
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything is there."""
         return len(self.finished) == self._num_pieces
 
     def take_piece(self, fetcher: Fetcher, now: float) -> FetchedPiece | None:
@@ -666,11 +647,9 @@ class RangeScheduler:
         return piece
 
     def is_fetching(self, fetcher: Fetcher) -> bool:
-        """Return whether a connection has taken a piece that is not finished."""
         return fetcher in self._under_way
 
     def finish(self, fetcher: Fetcher, now: float) -> None:
-        """Note that a connection has fetched what it took."""
         piece, since = self._under_way.pop(fetcher)
         self._slowest_s = max(self._slowest_s, now - since)
         self.finished.add((piece.begin, piece.end))
@@ -751,11 +730,7 @@ def _connect(
 
 
 def request_body(connection: socket.socket, key: bytes, request: HealRequest) -> bytes:
-    """Return the body of a peer's answer.
-
-    Raises HealError, with the peer's reason, if it refuses, AuthenticationError if no peer has
-    signed the answer, and OSError if the connection has ended or nothing came in time.
-    """
+    """Return the body of a peer's answer; raise HealError with its reason if it refuses."""
     _http.send(connection, [request.seal(key)])
     head = AnswerHead.parse(_http.receive_head(connection))
     body = _http.receive(connection, head.num_bytes)
@@ -772,10 +747,9 @@ def send_request(
     timeout_s: float,
     hold: Callable[[socket.socket | None], None] = lambda _: None,
 ) -> bytes:
-    """Return a peer's answer to a request without token and nonce.
+    """Return a peer's answer to a request without token and nonce; `hold` as in `_connect`.
 
-    ``hold`` is called with each connection, which may be cut then, and with None at the end. Raises
-    HealError if the peer refuses, and OSError if it is not reached or does not answer.
+    It is called with None at the end.
     """
     try:
         connection, session = _connect(url, key, timeout_s, hold)

@@ -14,12 +14,7 @@ from typing import TypeVar, cast
 import torch
 from torch.distributed import ProcessGroup
 
-from hpc_elastic.ft.checkpointing._layout import (
-    PackedState,
-    StateLayout,
-    Target,
-    encode_refusal,
-)
+from hpc_elastic.ft.checkpointing._layout import PackedState, StateLayout, Target, encode_refusal
 from hpc_elastic.ft.checkpointing.transport import CheckpointTransport, HealError
 
 T = TypeVar("T")

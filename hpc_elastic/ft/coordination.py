@@ -216,10 +216,8 @@ class Lighthouse:
         name = hello["replica"]
         if not isinstance(name, str) or not 0 < len(name) <= _MAX_REPLICA_ID:
             raise ValueError("no replica id")
-        before = self._connections.pop(name, None)
-        if before is not None:
-            self._names.pop(before, None)
-            self._received_at.pop(before, None)
+        if (before := self._connections.pop(name, None)) is not None:
+            del self._names[before], self._received_at[before]
             before.abort("it has reconnected")
         if name in self._reconnecting:
             self._reconnecting.pop(name).cancel()
@@ -243,15 +241,15 @@ class Lighthouse:
     def on_disconnect(self, connection: ServerConnection, reason: str) -> None:
         """Handle the end of a connection."""
         name = self._names.pop(connection, None)
-        self._received_at.pop(connection, None)
-        if name is not None:
-            del self._connections[name]
-            self._check_for_stall()
-            if self._loop.time() < self._stalled_until:
-                later = self._loop.call_later
-                self._reconnecting[name] = later(_RECONNECT_S, self._lose_replica, name, reason)
-            else:
-                self._lose_replica(name, reason)
+        if name is None:
+            return
+        del self._connections[name], self._received_at[connection]
+        self._check_for_stall()
+        if self._loop.time() < self._stalled_until:
+            later = self._loop.call_later
+            self._reconnecting[name] = later(_RECONNECT_S, self._lose_replica, name, reason)
+        else:
+            self._lose_replica(name, reason)
 
     def _lose_replica(self, name: str, reason: str) -> None:
         self._reconnecting.pop(name, None)

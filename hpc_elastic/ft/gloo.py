@@ -15,15 +15,17 @@ it.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import re
 import socket
 import struct
+import sys
 import threading
 import time
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -136,7 +138,7 @@ class GlooGroup(LiveGroup):
         self.end_error = error
         connections, self._connections = self._connections, []
         break_connections(connections)
-        is_done = reconfigurable.destroy_in_background(self._held)
+        is_done = destroy_in_background(self._held)
         if isinstance(threading.current_thread(), threading._DummyThread):
             # A callback, on one of the very threads that are to end: it must not wait for itself.
             args = (is_done, error)
@@ -151,6 +153,52 @@ class GlooGroup(LiveGroup):
             _log.debug("%s: gloo is stuck; its operations are given up", self.place)
             for work in list(self.pending):
                 work.end_future(None, error)
+
+
+# ---- destroying gloo's groups
+# The destructor of a gloo group joins its threads, which takes 10 to 30 ms; called by one of those
+# threads (in a callback of a future) it would end the process. So the last reference is dropped by
+# a thread of its own, and only once there is no other.
+#
+# A thread that returns from C++ while Python ends could crash the process, so the end of Python
+# waits for these threads; but not for one whose group is stuck until a time-out.
+
+
+_OTHER_REFERENCES_S = 10.0
+_REFERENCE_POLL_S = 0.001
+_AT_EXIT_S = 0.5
+_OWN_REFERENCES = 2  # the list's, and getrefcount's argument
+
+_destroyers: set[threading.Thread] = set()
+
+
+def destroy_in_background(held: list[Any]) -> threading.Event:
+    """Empty a list of groups, and destroy them in the background; return an event for the end."""
+    is_done = threading.Event()
+    groups = held[:]
+    held.clear()
+
+    def destroy() -> None:
+        until = time.monotonic() + _OTHER_REFERENCES_S
+        while groups:
+            if sys.getrefcount(groups[-1]) > _OWN_REFERENCES and time.monotonic() < until:
+                time.sleep(_REFERENCE_POLL_S)  # another thread is inside an operation
+            else:
+                groups.pop()
+        is_done.set()
+        _destroyers.discard(threading.current_thread())
+
+    thread = threading.Thread(target=destroy, name="hpc-elastic-ft-destroy", daemon=True)
+    _destroyers.add(thread)
+    thread.start()
+    return is_done
+
+
+@atexit.register
+def _await_destroyers() -> None:
+    until = time.monotonic() + _AT_EXIT_S
+    for thread in list(_destroyers):
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 # ---- the TCP connections of one gloo group, found among all of this process, to break them
@@ -169,6 +217,8 @@ _FDS = Path("/proc/self/fd")
 _FD_INFOS = Path("/proc/self/fdinfo")
 _EPOLL = "anon_inode:[eventpoll]"
 _WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
+_NO_IP = OSError, ValueError, TypeError, IndexError
+"""Of a descriptor that is no socket, or one without an address of the Internet."""
 _DRAIN_BYTES = 1 << 20
 _CLOSE_S = 0.02
 
@@ -186,15 +236,14 @@ def find_connections(own: bytes, peers: Collection[bytes]) -> list[socket.socket
     """Return a duplicate of each connection of a group, by the addresses that gloo publishes."""
     found: dict[int, socket.socket] = {}
     watched = _find_watched(own)
-    for entry in list(_FDS.iterdir()):
-        if watched and int(entry.name) not in watched:
+    for fd, target in _descriptors():
+        # Only sockets: closing a duplicate of a file would drop the process's locks on it.
+        if (watched and fd not in watched) or not target.startswith("socket:"):
             continue
         with suppress(OSError):  # closed meanwhile
-            # Only sockets: closing a duplicate of a file would drop the process's locks on it.
-            is_socket = str(entry.readlink()).startswith("socket:")
-            if not is_socket or not _is_of_group(int(entry.name), own, peers):
+            if not _is_of_group(fd, own, peers):
                 continue
-            sock = socket.socket(fileno=os.dup(int(entry.name)))
+            sock = socket.socket(fileno=os.dup(fd))
             inode = os.fstat(sock.fileno()).st_ino
             # another duplicate may be one made here, or by other code that does the same
             if inode not in found and _is_of_group(sock.fileno(), own, peers):
@@ -234,10 +283,7 @@ def _await_close_by_gloo(connections: Collection[socket.socket]) -> bool:
     names = {f"socket:[{os.fstat(sock.fileno()).st_ino}]" for sock in connections}
     until = time.monotonic() + _CLOSE_S
     while True:
-        num_open = 0
-        for entry in list(_FDS.iterdir()):
-            with suppress(OSError):  # closed meanwhile
-                num_open += str(entry.readlink()) in names
+        num_open = sum(target in names for _, target in _descriptors())
         if num_open <= len(connections) or time.monotonic() >= until:
             return num_open <= len(connections)
         time.sleep(_CLOSE_S / 50)
@@ -245,38 +291,44 @@ def _await_close_by_gloo(connections: Collection[socket.socket]) -> bool:
 
 def _find_watched(own: bytes) -> set[int]:
     """Return what the loop of the own listener watches; nothing if there is no such loop."""
-    for entry in list(_FDS.iterdir()):
+    for fd, target in _descriptors():
         with suppress(OSError):  # closed meanwhile
-            if str(entry.readlink()) == _EPOLL:
-                text = (_FD_INFOS / entry.name).read_text()
+            if target == _EPOLL:
+                text = (_FD_INFOS / str(fd)).read_text()
                 watched = {int(number) for number in _WATCHED.findall(text)}
                 if any(_is_listener(fd, own) for fd in watched):
                     return watched
     return set()
 
 
+def _descriptors() -> Iterator[tuple[int, str]]:
+    """Yield the descriptors of this process, and what they stand for."""
+    for entry in list(_FDS.iterdir()):
+        with suppress(OSError):  # closed meanwhile
+            yield int(entry.name), str(entry.readlink())
+
+
 def _is_listener(fd: int, own: bytes) -> bool:
-    try:
-        sock = socket.socket(fileno=fd)
-    except OSError:  # no socket
-        return False
-    try:
+    with suppress(*_NO_IP), _borrowed(fd) as sock:
         is_listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         here = raw_address(sock.family, sock.getsockname())
         return bool(is_listening and here) and here in own
-    except (OSError, ValueError, TypeError, IndexError):  # no IP
-        return False
-    finally:
-        sock.detach()
+    return False
 
 
 def _is_of_group(fd: int, own: bytes, peers: Collection[bytes]) -> bool:
-    sock = socket.socket(fileno=fd)
-    try:
+    with suppress(*_NO_IP), _borrowed(fd) as sock:
         there = raw_address(sock.family, sock.getpeername())
         here = raw_address(sock.family, sock.getsockname())
-    except (OSError, ValueError, TypeError, IndexError):  # not connected, or no IP
-        return False
+        return bool(here) and (here in own or any(there in peer for peer in peers))
+    return False
+
+
+@contextmanager
+def _borrowed(fd: int) -> Iterator[socket.socket]:
+    """Look at a descriptor as a socket; it stays open."""
+    sock = socket.socket(fileno=fd)
+    try:
+        yield sock
     finally:
         sock.detach()
-    return bool(here) and (here in own or any(there in peer for peer in peers))

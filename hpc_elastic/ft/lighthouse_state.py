@@ -193,10 +193,8 @@ class LighthouseState:
         active = self._quorum
         if status.quorum_id != active.quorum_id:
             reason = f"quorum {active.quorum_id} has been formed without {replica}"
-            return [
-                *sends,
-                ReplicaMessage(replica, messages.QuorumAborted(status.quorum_id, reason)),
-            ]
+            aborted = messages.QuorumAborted(status.quorum_id, reason)
+            return [*sends, ReplicaMessage(replica, aborted)]
         active.add_reconnected(replica, status.replica_rank)
         self._registry.idle.pop(replica, None)
         if active.is_active and status.is_aborted:
@@ -244,8 +242,7 @@ class LighthouseState:
     def _on_abort_report(
         self, replica: str, aborted: messages.QuorumAborted, now: float
     ) -> list[ReplicaMessage]:
-        is_present = aborted.quorum_id == self._quorum.quorum_id
-        if not is_present or not self._registry.is_member(replica):
+        if aborted.quorum_id != self._quorum.quorum_id or not self._registry.is_member(replica):
             return []
         return self._abort_quorum(f"{replica}: {aborted.reason}", replica)
 
@@ -255,8 +252,8 @@ class LighthouseState:
         active, switch = self._quorum, self._switch
         if not active.is_active or vote.quorum_id != active.quorum_id:
             return []
-        if replica not in active.not_requesting:
-            return []  # it requests already, and the proposal reached it after that
+        if replica not in active.not_requesting:  # the proposal reached it after its request
+            return []
         if vote.confirmed_step and switch.state is not AgreementState.CONFIRMED:
             return self._follow_request(now, vote.confirmed_step)
         is_answer = switch.state is AgreementState.ASKING and vote.number == switch.number
@@ -354,15 +351,9 @@ class LighthouseState:
         self._waits_for = f"the next switch of quorum {active.quorum_id}"
         if not self._is_complete:
             return sends
-        self._is_probing = (
-            self._is_probing and switch.state is AgreementState.ASKING and not switch.step
-        )
-        is_needed = (
-            self._is_probing
-            or active.needs_switch
-            or registry.has_newcomers(now)
-            or not registry.leave_deadlines.keys().isdisjoint(active.members)
-        )
+        self._is_probing &= switch.state is AgreementState.ASKING and not switch.step
+        leaves = not registry.leave_deadlines.keys().isdisjoint(active.members)
+        is_needed = self._is_probing or active.needs_switch or leaves or registry.has_newcomers(now)
         if not is_needed:
             return [*sends, *self._send_switch(switch.withdraw(now), now)]
         if switch.state is AgreementState.IDLE:
@@ -473,11 +464,9 @@ class LighthouseState:
         if is_own or status.quorum_id <= active.quorum_id:
             return []
         sends = self._abort_quorum(f"quorum {status.quorum_id} has been formed since")
-        adopted = ActiveQuorum.adopt(status.quorum_id, status.replica_world_size, now)
-        self._registry.quorum = adopted
+        self._registry.quorum = ActiveQuorum.adopt(status.quorum_id, status.replica_world_size, now)
         self._switch = StepAgreement(_AHEAD_S, self._switch.number)
-        self._is_complete = False
-        self._answered = {}
+        self._is_complete, self._answered = False, {}
         return sends
 
     def _resume_member(self, replica: str, now: float) -> list[ReplicaMessage]:
@@ -541,9 +530,8 @@ class LighthouseState:
     def _report_waiting(self, now: float) -> list[ReplicaMessage]:
         """Report what the quorum waits for; not often, since the waiting groups may be many."""
         registry = self._registry
-        if not registry.requests or now - registry.first_request_at < _FIRST_REPORT_S:
-            return []
-        if now - self._reported_at < _REPORT_EVERY_S:
+        is_early = now - registry.first_request_at < _FIRST_REPORT_S
+        if not registry.requests or is_early or now - self._reported_at < _REPORT_EVERY_S:
             return []
         self._reported_at = now
         misfits = registry.misfit_reasons(now)

@@ -55,24 +55,25 @@ class _StepHooks:
         self._local_optimizer = optimizer
         manager.heal_from_one_source()  # between two averages all replicas differ
         self._hooks: list[RemovableHandle] = []
+        self._local_step = 0
 
     def __enter__(self) -> Self:
-        optimizer = self._local_optimizer
-        self._hooks.append(optimizer.register_step_pre_hook(self._step_pre_hook))
-        self._hooks.append(optimizer.register_step_post_hook(self._step_post_hook))
+        optimizer, manager = self._local_optimizer, self._manager
+
+        def after_step(*_: Any) -> None:
+            manager.allow_state_dict_read()
+            self._local_step += 1
+            self._on_step()
+
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: manager.disallow_state_dict_read()),
+            optimizer.register_step_post_hook(after_step),
+        ]
         return self
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks.clear()
-
-    def _step_pre_hook(self, *_: Any) -> None:
-        self._manager.disallow_state_dict_read()
-
-    def _step_post_hook(self, *_: Any) -> None:
-        self._manager.allow_state_dict_read()
-        self._on_step()
 
     def _on_step(self) -> None:
         raise NotImplementedError
@@ -103,11 +104,9 @@ class LocalSGD(_StepHooks):
         if sync_every < 1:
             raise ConfigError("sync_every", sync_every, "give at least 1")
         self._model = model
-        self._local_step = 0
         self._sync_every = sync_every
 
     def _on_step(self) -> None:
-        self._local_step += 1
         if self._local_step >= self._sync_every:
             self.sync()
 
@@ -187,19 +186,12 @@ class DiLoCo(_StepHooks):
             raise ConfigError("fragment_sync_delay", fragment_sync_delay, remedy)
         if not 0 <= fragment_update_alpha <= 1:
             raise ConfigError("fragment_update_alpha", fragment_update_alpha, "give 0 to 1")
-        buckets = (
-            use_bucketization or os.environ.get("TORCHFT_USE_BUCKETIZATION", "False") == "True"
-        )
+        buckets = use_bucketization or os.environ.get("TORCHFT_USE_BUCKETIZATION") == "True"
+        bucket_bytes = int((bucket_cap_mb or _BUCKET_MB) * _MIB) if buckets else None
         options = SyncOptions(
-            backup_device,
-            pin_memory,
-            int((bucket_cap_mb or _BUCKET_MB) * _MIB) if buckets else None,
-            should_quantize,
-            fragment_update_alpha,
+            backup_device, pin_memory, bucket_bytes, should_quantize, fragment_update_alpha
         )
-        outer = outer_optimizer
-        if not isinstance(outer, list):
-            outer = [outer] * num
+        outer = outer_optimizer if isinstance(outer_optimizer, list) else [outer_optimizer] * num
         if len(outer) != num:
             remedy = f"give one for each of the {num} fragments, or one for all"
             raise ConfigError("outer_optimizer", f"{len(outer)} optimizers", remedy)
@@ -207,24 +199,20 @@ class DiLoCo(_StepHooks):
             Fragment(manager, i, module, outer[i], options)
             for i, module in enumerate(model_fragments)
         ]
-        self._local_step = 0
         self._sync_every = sync_every // num
         self._fragment_sync_delay = fragment_sync_delay
 
     def _on_step(self) -> None:
-        self._local_step += 1
         if self._local_step == self._sync_every - self._fragment_sync_delay:
             self._manager.start_quorum()
-            self._next_fragment().prepare_sync()
+            self._next_fragment.prepare_sync()
         if self._local_step == self._sync_every:
             self._local_step = 0
-            self._next_fragment().perform_sync()
+            self._next_fragment.perform_sync()
 
+    @property
     def _next_fragment(self) -> Fragment:
-        """Return the next fragment, the same on all replicas.
-
-        It depends on the committed steps alone, so a fragment that failed is repeated.
-        """
+        """The same on all replicas: by the committed steps, so one that failed is repeated."""
         return self._fragments[self._manager.current_step() % len(self._fragments)]
 
 
@@ -298,10 +286,10 @@ class Fragment:
         discarded. Raises RuntimeError if `prepare_sync` has not been called for this
         synchronisation.
         """
-        if self._averaging is None:
+        averaging, self._averaging = self._averaging, None
+        if averaging is None:
             raise RuntimeError("no synchronisation is under way: call prepare_sync() first")
-        self._averaging.wait()
-        self._averaging = None
+        averaging.wait()
         mixes = self._options.update_alpha > 0
         trained = {name: p.clone() for name, p in self._local().items()} if mixes else {}
         for name, parameter in self._local().items():
@@ -364,9 +352,8 @@ class Averaging:
         bucket_bytes: int | None = None,
         should_quantize: bool = False,
     ) -> None:
-        self._buckets = (
-            [[t] for t in tensors] if bucket_bytes is None else list(_packed(tensors, bucket_bytes))
-        )
+        packed = [[t] for t in tensors] if bucket_bytes is None else _packed(tensors, bucket_bytes)
+        self._buckets = list(packed)
         self._stream: torch.Stream | None = None
         if torch.accelerator.is_available():  # it waits for the training's work so far
             self._stream = torch.Stream(device=torch.accelerator.current_accelerator())
@@ -407,12 +394,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def like(shard: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """Return a shard as a DTensor with the layout of ``whole``, or itself if that is none."""
-    if not isinstance(whole, DTensor):
-        return shard
-    sharded: torch.Tensor = DTensor.from_local(
-        shard, whole.device_mesh, whole.placements, shape=whole.shape, stride=whole.stride()
-    )
-    return sharded
+    if isinstance(whole, DTensor):
+        shard = DTensor.from_local(
+            shard, whole.device_mesh, whole.placements, shape=whole.shape, stride=whole.stride()
+        )
+    return shard
 
 
 def _packed(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:

@@ -38,10 +38,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed import ReduceOp, Work
-from torch.distributed.distributed_c10d import AllreduceOptions, Store
+from torch.distributed.distributed_c10d import Store
 from torch.futures import Future
 
 from hpc_elastic.errors import ConfigError
+from hpc_elastic.ft import quorum_client, state_check
 from hpc_elastic.ft.catch_up import CatchUp, SkipCopiesOntoItself
 from hpc_elastic.ft.checkpointing import CheckpointTransport, HTTPTransport, UnusableStateError
 from hpc_elastic.ft.checkpointing._layout import SMALL_BYTES
@@ -57,25 +58,8 @@ from hpc_elastic.ft.process_group import (
     sum_quantized,
 )
 from hpc_elastic.ft.quorum import CommittedProgress, random_version
-from hpc_elastic.ft.quorum_client import (
-    CheckpointBeforeLeaveError,
-    HealedState,
-    LeftQuorumError,
-    Limits,
-    QuorumClient,
-    run_at_once,
-    run_in_background,
-    synchronize_device,
-)
-from hpc_elastic.ft.state_check import (
-    CorruptedStateError,
-    Mismatch,
-    StateDigest,
-    detail_row,
-    find_tensors,
-    is_complete,
-    summary_row,
-)
+from hpc_elastic.ft.quorum_client import HealedState, LeftQuorumError, run_in_background
+from hpc_elastic.ft.state_check import CorruptedStateError, StateDigest, find_tensors
 from hpc_elastic.worker import checkpoint_trigger, reporting
 
 __all__ = ["ExceptionWithTraceback", "LeftQuorumError", "Manager", "WorldSizeMode"]
@@ -206,7 +190,7 @@ class Manager:
             return float(os.environ.get(f"TORCHFT_{name}_SEC") or given.total_seconds())
 
         connect_s = seconds("CONNECT_TIMEOUT", connect_timeout)
-        self._limits = Limits(
+        self._limits = quorum_client.Limits(
             timeout_s=seconds("TIMEOUT", timeout),
             quorum_timeout_s=seconds("QUORUM_TIMEOUT", quorum_timeout),
             quorum_retries=int(os.environ.get("TORCHFT_QUORUM_RETRIES", quorum_retries)),
@@ -247,7 +231,7 @@ class Manager:
             on_abort=lambda quorum_id, reason: self._quorum.on_abort(quorum_id, reason),
             timeout_s=connect_s,
         )
-        self._quorum = QuorumClient(
+        self._quorum = quorum_client.QuorumClient(
             self._client, pg, self._transport, self._peer_state, self._limits, self._place
         )
         self._catch_up_bytes = catch_up_bytes
@@ -279,11 +263,8 @@ class Manager:
         last = self._step
         self._close_step(last)
         step = self._step = last.next_step(allow_heal=allow_heal, shrink_only=shrink_only)
-        must_heal = (
-            allow_heal
-            and step.quorum is not None
-            and not (step.all_current or step.quorum.catch_up)
-        )
+        is_behind = step.quorum is not None and not (step.all_current or step.quorum.catch_up)
+        must_heal = allow_heal and is_behind
         if self._client.start_step(last_failed=step.needs_quorum or must_heal):
             seconds = self._limits.quorum_timeout_s if timeout is None else timeout.total_seconds()
             progress = self._progress
@@ -291,7 +272,7 @@ class Manager:
             if not waits:  # in a forward pass FSDP's modules have other parameters
                 step.kept_state = self._keep_state()
             step.can_catch_up = allow_heal and self._can_catch_up(step.kept_state)
-            enter = run_at_once if waits else run_in_background
+            enter = quorum_client.run_at_once if waits else run_in_background
             step.entering = enter(lambda: self._enter_quorum(step, progress, seconds))
             if waits:
                 self.wait_quorum()
@@ -360,11 +341,8 @@ class Manager:
         self.wait_quorum()
         step = self._step
         may_retry = step.is_fresh and not step.is_participation_known
-        if (
-            may_retry
-            and self._place.world_size == 1
-            and self._client.steps.abort_reason is not None
-        ):
+        is_aborted = self._client.steps.abort_reason is not None
+        if may_retry and is_aborted and self._place.world_size == 1:
             # it was aborted before this step did anything
             timeout_s = self._limits.quorum_timeout_s
             self._enter_quorum(step, self._progress, timeout_s, is_late=True)
@@ -377,9 +355,8 @@ class Manager:
             if should_quantize and is_sum and 2 <= self._pg.size() <= MAX_QUANTIZED:
                 work = ManagedWork.of(sum_quantized(self._pg, tensor))
             else:
-                options = AllreduceOptions()
-                options.reduceOp = cast(ReduceOp, ReduceOp.SUM if is_mean else reduce_op)
-                work = ManagedWork.of(self._pg.allreduce([tensor], options))
+                op = ReduceOp.SUM if is_mean else reduce_op
+                work = ManagedWork.of(state_check.start_allreduce(self._pg, tensor, op))
         except Exception as e:
             self._fail_step(step, e)
             return DummyWork(tensor)
@@ -407,15 +384,14 @@ class Manager:
             self.wait_quorum()
         step.wait_for_works()
         self._end_part(step)
-        synchronize_device()
+        quorum_client.synchronize_device()
         group_error = self._pg.errored()
         # A quorum that was aborted after all collectives of the step costs nothing. But it is
         # certain that they are done only on the CPU, and if no wrapper swallows their errors.
         swallows = isinstance(self._pg, ErrorSwallowingProcessGroupWrapper)
         is_done = not step.used_device and not swallows
-        if group_error is not None and not (
-            is_done and self._client.steps.abort_reason is not None
-        ):
+        costs_nothing = is_done and self._client.steps.abort_reason is not None
+        if group_error is not None and not costs_nothing:
             self._fail_step(step, group_error)
         self._apply_healed(step)
         self._compare_state(step)
@@ -708,17 +684,14 @@ class Manager:
                 shrink_only=step.shrink_only,
                 catch_up=step.can_catch_up,
             )
-        except CheckpointBeforeLeaveError as e:
+        except quorum_client.CheckpointBeforeLeaveError as e:
             _log.warning("%s", e)
             step.participation = Participation(rank=0, size=1)
             step.fail(e)
             return
         quorum = step.quorum = entered.result
-        heals_first = (
-            step.allow_heal
-            and not quorum.catch_up
-            and (not self._use_async_quorum or quorum.max_step == 0)
-        )
+        heals_beside = quorum.catch_up or (self._use_async_quorum and quorum.max_step > 0)
+        heals_first = step.allow_heal and not heals_beside
         step.participation = find_participation(
             quorum, self._max_participants, all_current=heals_first
         )
@@ -746,17 +719,17 @@ class Manager:
 
     def _apply_healed(self, step: StepState) -> None:
         healed = step.healed
-        if healed is not None:
-            self._require_state()
-            missing = sorted(self._loads.keys() - healed.user.keys())
-            if missing:
-                text = f"the peer's state has no {missing}: register the same keys on all"
-                raise UnusableStateError(text)
-            with SkipCopiesOntoItself() if self._catch_up else contextlib.nullcontext():
-                for key, load in self._loads.items():
-                    load(healed.user[key])
-            step.healed, self._progress = None, healed.progress
-            _log.info("healed: now at step %d", healed.progress.step)
+        if healed is None:
+            return
+        self._require_state()
+        if missing := sorted(self._loads.keys() - healed.user.keys()):
+            text = f"the peer's state has no {missing}: register the same keys on all"
+            raise UnusableStateError(text)
+        with SkipCopiesOntoItself() if self._catch_up else contextlib.nullcontext():
+            for key, load in self._loads.items():
+                load(healed.user[key])
+        step.healed, self._progress = None, healed.progress
+        _log.info("healed: now at step %d", healed.progress.step)
 
     # ---- catching up beside the training ---------------------------------------------------
 
@@ -768,8 +741,7 @@ class Manager:
         kept = kept or self._keep_state()
         if kept.exception() is not None:
             return False
-        num_bytes = sum(tensor.nbytes for _, tensor in find_tensors(kept.result()))
-        return num_bytes >= self._catch_up_bytes
+        return sum(t.nbytes for _, t in find_tensors(kept.result())) >= self._catch_up_bytes
 
     def _begin_catch_up(self, quorum: QuorumResult) -> None:
         """Take the progress of the others, unless what has come so far is of it already."""
@@ -778,8 +750,7 @@ class Manager:
             timeout = timedelta(seconds=self._limits.timeout_s)
             transport = cast(HTTPTransport[Any], self._transport)
             self._catch_up = CatchUp(transport, self._optimizers, timeout)
-            step, version = newest
-            self._progress = replace(own, step=step, state_version=version)
+            self._progress = replace(own, step=newest[0], state_version=newest[1])
 
     def _start_part(self, step: StepState, quorum: QuorumResult) -> None:
         """Begin to fetch a part of the state, or to offer it to those that catch up."""
@@ -830,27 +801,20 @@ class Manager:
         quorum, every = step.quorum, self._check_every
         if every is None or quorum is None or quorum.replica_world_size == 1 or step.error:
             return
-        if quorum.catch_up:
-            return
         number = quorum.max_step + self._client.steps.quorum_step  # the same on all members
-        if number % every:
+        if quorum.catch_up or number % every:
             return
+        place = quorum.replica_rank, quorum.replica_world_size
+        own = f"{self.replica_id()} (host {socket.gethostname()}, rank {self._place.rank})"
         try:
             state = StateDigest.of((self._check_state or self._read_parts)())
-            table = self._exchange_rows(step, quorum, summary_row(state))
-            if all(row == table[0] for row in table):
-                return
-            if any(row[1] != table[0][1] for row in table):
-                state = state.form_alone()
-            own = f"{self.replica_id()} (host {socket.gethostname()}, rank {self._place.rank})"
-            table = self._exchange_rows(step, quorum, detail_row(state, own))
+            found = state_check.compare(self._pg, place, state, own, on_device=step.used_device)
         except Exception as e:
             self._fail_step(step, e)
             return
-        found = Mismatch.of(table, state.paths)
+        if found is None:
+            return
         _log.error("step %d: %s", number, found)
-        with contextlib.suppress(Exception):  # all have read it before one aborts the quorum
-            self._exchange_rows(step, quorum, summary_row(state))
         if quorum.replica_rank not in found.suspects:
             return
         heals = self._heal_corrupted and found.is_certain
@@ -858,24 +822,6 @@ class Manager:
         if heals:
             self._progress = replace(self._progress, state_version=random_version())
             self._fail_step(step, CorruptedStateError(str(found)))
-
-    def _exchange_rows(
-        self, step: StepState, quorum: QuorumResult, own: list[int]
-    ) -> list[list[int]]:
-        """Return the row of each member, by replica rank; all members call it in the same step."""
-        table = torch.zeros(quorum.replica_world_size, len(own), dtype=torch.int64)
-        table[quorum.replica_rank] = torch.tensor(own)
-        if step.used_device:
-            table = table.to(torch.accelerator.current_accelerator())
-        options = AllreduceOptions()
-        options.reduceOp = cast(ReduceOp, ReduceOp.SUM)
-        self._pg.allreduce([table], options).wait()
-        rows: list[list[int]] = table.tolist()
-        if (error := self._pg.errored()) is not None:
-            raise error
-        if not is_complete(rows):
-            raise RuntimeError("a member has not sent the digest of its state")
-        return rows
 
     def _abandon_step(self, step: StepState, reason: str) -> None:
         """Let the next step start with a new quorum, here and on all other members."""
@@ -888,9 +834,7 @@ class Manager:
     def _close_step(self, step: StepState) -> None:
         """End all work of a step, and apply a state that came in it."""
         if step.entering is not None:
-            concurrent.futures.wait([step.entering])
-            error = step.entering.exception()
-            if error is not None:
+            if (error := step.entering.exception()) is not None:
                 _log.warning("the quorum of the last step could not be entered: %s", error)
             step.entering = None
         self._end_part(step)
@@ -975,10 +919,8 @@ class StepState:
         kept_state: The parts of the state at the beginning of the step, for peers, if the quorum is
             entered beside the forward pass.
         can_catch_up: The state may be given or taken in parts.
-        quorum: The last quorum entered; None before the first.
         is_participation_known: The script has read it, and may have chosen its samples by it.
         healed: A state that came in this step, and is not applied yet.
-        at_commit: What is called when it is committed.
         used_device: One of the collectives was on an accelerator.
         needs_quorum: The next step needs a new quorum, since this one was abandoned.
         agreed_to_save: Whether this group saves for all, and whether all its ranks do so at the end
@@ -1065,8 +1007,7 @@ class SaveAgreement:
     def __init__(self, store: Store, *, is_first: bool) -> None:
         self._store = store
         self._is_first = is_first
-        self._num_asked = 0
-        self._announced = 0
+        self._num_asked = self._announced = 0
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._prefix = f"hpc_elastic/ft/save/{restarts}"
 

@@ -101,10 +101,8 @@ class ManagerClient:
             self._socket.connect(str(path))
         except OSError as e:
             self._socket.close()
-            raise ManagerServerLostError(
-                f"the server of this replica group cannot be reached at {path}: {e}. Is its "
-                "process alive, and on this node?"
-            ) from e
+            text = f"the server of this replica group cannot be reached at {path}: {e}"
+            raise ManagerServerLostError(f"{text}. Is its process alive, and on this node?") from e
         self._socket.settimeout(None)
         _clients.add(self)
         self._reader = threading.Thread(target=self._read, name="ft-client", daemon=True)
@@ -131,8 +129,10 @@ class ManagerClient:
         steps = self.steps
         with self._changed:
             steps.start_step(time.monotonic())
-            if steps.is_undecided and not last_failed:
-                self._wait_while(lambda: steps.is_undecided)
+            if not last_failed:
+                self._changed.wait_for(
+                    lambda: not steps.is_undecided or self._closed_reason, _SWITCH_S
+                )
             steps.settle_step(steps.quorum_step)
             return last_failed or steps.must_request or steps.is_undecided
 
@@ -144,13 +144,11 @@ class ManagerClient:
         """
         steps = self.steps
         with self._changed:
-            if steps.is_next_undecided:
-                self._wait_while(lambda: steps.is_next_undecided)
+            self._changed.wait_for(
+                lambda: not steps.is_next_undecided or self._closed_reason, _SWITCH_S
+            )
             steps.settle_step(steps.quorum_step + 1)
             return steps.must_save
-
-    def _wait_while(self, is_undecided: Callable[[], bool]) -> None:
-        self._changed.wait_for(lambda: not is_undecided() or self._closed_reason, _SWITCH_S)
 
     # ---- requests -----------------------------------------------------------------------
 
@@ -185,19 +183,17 @@ class ManagerClient:
         with self._changed:
             quorum_id, quorum_step = self.steps.quorum_id, self.steps.quorum_step
 
-        def find_decision() -> messages.CommitDecision | None:
+        def decided() -> bool:
             d = self._decision
-            is_ours = d is not None and (d.quorum_id, d.quorum_step) == (quorum_id, quorum_step)
-            return d if is_ours else None
+            return d is not None and (d.quorum_id, d.quorum_step) == (quorum_id, quorum_step)
 
         # without a decision, a no: it decides, unless all others have voted yes just now
         for vote, wait_s in ((commit, timeout_s), (False, _FINAL_VOTE_S)):
             self._send(messages.CommitVote(quorum_id, quorum_step, vote))
             with self._changed:
-                self._changed.wait_for(lambda: find_decision() or self._closed_reason, wait_s)
-                decision = find_decision()
-            if decision is not None:
-                return decision.commit
+                self._changed.wait_for(lambda: decided() or self._closed_reason, wait_s)
+                if decided() and self._decision is not None:
+                    return self._decision.commit
             if self._closed_reason is not None:
                 break
         raise self._lost_error(self._closed_reason or "it does not answer")
@@ -205,25 +201,22 @@ class ManagerClient:
     def report_abort(self, quorum_id: int, reason: str, *, is_lasting: bool = False) -> None:
         """Report that this quorum cannot go on; may be repeated, and costs one message.
 
-        A server that has ended is no error here: the next request raises it. An error that another
-        attempt does not cure (``is_lasting``) is in `QuorumSteps.lasting_errors` of all ranks of
-        the group before they enter another quorum.
+        An error that another attempt does not cure (``is_lasting``) is in
+        `QuorumSteps.lasting_errors` of all ranks of the group before they enter another quorum.
         """
         with self._changed:
             is_news = self.steps.mark_aborted(quorum_id, reason)
             if is_lasting:
                 self.steps.lasting_errors[quorum_id] = reason
         if is_news:
-            aborted = messages.QuorumAborted(quorum_id, reason, is_lasting=is_lasting)
-            with contextlib.suppress(ManagerServerLostError):
-                self._send(aborted)
+            self.report_event(messages.QuorumAborted(quorum_id, reason, is_lasting=is_lasting))
 
     def request_switch(self) -> None:
         """Request another quorum, at a step at which none has to fail; to be repeated each step."""
-        with contextlib.suppress(ManagerServerLostError):
-            self._send(messages.SwitchRequest(self.steps.quorum_id))
+        self.report_event(messages.SwitchRequest(self.steps.quorum_id))
 
-    def report_event(self, event: messages.RunReport) -> None:
+    def report_event(self, event: messages.Message) -> None:
+        """Report what needs no answer; that the server has ended, the next request raises."""
         with contextlib.suppress(ManagerServerLostError):
             self._send(event)
 
@@ -348,27 +341,21 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class QuorumSteps:
-    """One worker's steps in its present quorum (pure).
+    """One worker's steps in its present quorum (pure); `messages` has the rules.
 
-    `messages` has the rules. A worker waits at the step of a proposed switch until it is confirmed
-    or withdrawn; meanwhile it accepts other proposals for the same step.
+    A worker waits at the step of a proposed switch until it is confirmed or withdrawn; meanwhile it
+    accepts other proposals for the same step. One that is alone in its group (``is_single``) may
+    request as soon as the quorum is aborted; else all do after the same decision.
 
     Attributes:
         quorum_step: Number of the last step started, from 0: the one that requested the quorum.
-        abort_reason: Why the quorum is aborted; None if it is not.
         lasting_errors: Errors that another attempt does not cure, of any rank of the group, by the
             quorum that could not be entered; the worker clears it when it has entered one.
         must_request: A step that starts now needs a new quorum.
-        confirmation: Its confirmation.
         is_saved: `must_save` was set when the last step started.
     """
 
     def __init__(self, *, is_single: bool) -> None:
-        """Start outside of any quorum.
-
-        A worker that is alone in its group (``is_single``) may request as soon as the quorum is
-        aborted; else all do after the same decision.
-        """
         self.is_single = is_single
         self._interval_s: float | None = None
         self._started_at: float | None = None
@@ -400,9 +387,7 @@ class QuorumSteps:
             before_s = took_s if self._interval_s is None else self._interval_s
             self._interval_s = before_s + (took_s - before_s) * _SMOOTHING
         self._started_at = now
-        if self.confirmation is not None and self.proposal is not None:
-            reached = self.quorum_step >= self.proposal.quorum_step
-            self.must_request = self.must_request or reached
+        self._request_at_switch()
         if not self.is_undecided:
             self.settle_step(self.quorum_step)
 
@@ -422,8 +407,8 @@ class QuorumSteps:
         switch, confirmation = self.proposal, self.confirmation
         if switch is None or confirmation is None or self.abort_reason is not None:
             return self._must_save
-        is_next = self.quorum_step + 1 == switch.quorum_step
-        return self._must_save or (is_next and confirmation.leaves and confirmation.last)
+        is_last = self.quorum_step + 1 == switch.quorum_step and confirmation.last
+        return self._must_save or (is_last and confirmation.leaves)
 
     def require_save(self) -> None:
         """Record that there is no quorum for the step started: its end is for saving."""
@@ -434,13 +419,9 @@ class QuorumSteps:
         self._settled = max(self._settled, quorum_step)
 
     def _is_undecided_at(self, quorum_step: int) -> bool:
-        proposal = self.proposal
-        return (
-            proposal is not None
-            and self.confirmation is None
-            and not self.must_request
-            and quorum_step >= proposal.quorum_step
-        )
+        if self.proposal is None or self.confirmation is not None or self.must_request:
+            return False
+        return quorum_step >= self.proposal.quorum_step
 
     def steps_per_s(self, now: float) -> float:
         """Return the steps per second lately; 0 before the second step."""
@@ -474,13 +455,14 @@ class QuorumSteps:
 
     def on_confirmation(self, confirmation: messages.ConfirmSwitch) -> None:
         """Request a new quorum in the proposed step."""
-        proposal = self.proposal
-        if proposal is None or confirmation.quorum_id != self.quorum_id:
-            return
-        if confirmation.number == proposal.number:
+        number = None if self.proposal is None else self.proposal.number
+        if (confirmation.quorum_id, confirmation.number) == (self.quorum_id, number):
             self.confirmation = confirmation
-            reached = self.quorum_step >= proposal.quorum_step
-            self.must_request = self.must_request or reached
+            self._request_at_switch()
+
+    def _request_at_switch(self) -> None:
+        if self.confirmation is not None and self.proposal is not None:
+            self.must_request |= self.quorum_step >= self.proposal.quorum_step
 
     def on_abort(self, aborted: messages.QuorumAborted) -> bool:
         """Record the lighthouse's abort; return whether to abort what is under way.
@@ -493,16 +475,14 @@ class QuorumSteps:
             self.lasting_errors[aborted.quorum_id] = aborted.reason
         if self.confirmation is None:  # no decision about a switch comes any more
             self.proposal = None
+        self._all_know_abort = True
+        self.must_request |= self.is_single
         # all ranks of a group get this in the same place among the group's decisions
         known = self.quorum_step - 1 if self.is_single else self._decided
         if known < aborted.after_step:
-            self._all_know_abort = True
-            self.must_request = self.must_request or self.is_single
             return False
         is_news = self.abort_reason is None
         self.abort_reason = self.abort_reason or aborted.reason
-        self._all_know_abort = True
-        self.must_request = self.must_request or self.is_single
         return is_news
 
     def mark_aborted(self, quorum_id: int, reason: str) -> bool:
@@ -510,14 +490,14 @@ class QuorumSteps:
         if quorum_id != self.quorum_id or self.abort_reason is not None:
             return False
         self.abort_reason = reason
-        self.must_request = self.must_request or self.is_single
+        self.must_request |= self.is_single
         return True
 
     def on_commit_decision(self, decision: messages.CommitDecision) -> None:
         """Record the group's decision on a step: all its workers know the same now."""
         if decision.quorum_id == self.quorum_id:
             self._decided = decision.quorum_step
-            self.must_request = self.must_request or self._all_know_abort
+            self.must_request |= self._all_know_abort
 
 
 # ---- the worker's place in its group, and the group's server

@@ -36,7 +36,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -136,7 +136,7 @@ class ManagerServer(ManagerState):
             self.relays.stop()
 
     def on_relay_end(self, reason: str) -> None:
-        """See `ManagerState`; logs the reason."""
+        """Log the reason, too."""
         _log.warning("%s", reason)
         super().on_relay_end(reason)
 
@@ -264,11 +264,11 @@ class WorkerConnection:
         except OSError as e:
             self._disconnect(str(e))
             return
-        if not data:
+        if data:
+            self._handle(data)
+        else:
             is_dead = readable(self._pidfd, timeout_s=0)
             self._disconnect(f"process {self.pid} ended" if is_dead else "it closed its connection")
-            return
-        self._handle(data)
 
     def _handle(self, data: bytes) -> None:
         try:
@@ -369,38 +369,48 @@ class Relay:
                 reason += ". Hosts with homes of their own need the same ~/.config/hpc_elastic/key"
             self._on_end(reason)
             return
-        beating = None
-        try:
-            self._stream = stream
-            for frame in self._unsent:
-                stream.send(frame)
-            self._unsent.clear()
-            if self._silence_s is not None:
-                beating = asyncio.create_task(self._send_heartbeats(stream, self._silence_s))
-            while True:
-                frame = await stream.receive()
-                if frame["type"] == "ft":
-                    self._on_message(int(frame["rank"]), messages.unpack(frame["message"]))
-        except CONNECTION_ERRORS as e:
-            self._on_end(f"the connection to the server of the replica group is lost: {e}")
-        finally:
-            if beating is not None:
-                beating.cancel()
-            await stream.close()
+        self._stream = stream
+        for frame in self._unsent:
+            stream.send(frame)
+        self._unsent.clear()
 
-    async def _send_heartbeats(self, stream: ClientConnection, silence_s: float) -> None:
-        await stream.send_heartbeats("beat", lambda: silence_s)
-        _log.warning("the server of the replica group is silent for %g s", silence_s)
+        async def beat(silence_s: float) -> None:
+            await stream.send_heartbeats("beat", lambda: silence_s)
+            _log.warning("the server of the replica group is silent for %g s", silence_s)
+
+        def handle(frame: dict[str, Any]) -> None:
+            if frame["type"] == "ft":
+                self._on_message(int(frame["rank"]), messages.unpack(frame["message"]))
+
+        beats = None if self._silence_s is None else beat(self._silence_s)
+        await _receive_all(stream, "server of the replica group", handle, self._on_end, beats)
 
     async def _connect(self) -> ClientConnection:
-        for tries_left in reversed(range(_TRIES)):
-            try:
+        for _ in range(_TRIES - 1):
+            with contextlib.suppress(OSError):
                 return await connect(*self._where, self._secret, _SESSION, self._hello)
-            except OSError:
-                if not tries_left:
-                    raise
-                await asyncio.sleep(_TRY_AGAIN_S)
-        raise AssertionError
+            await asyncio.sleep(_TRY_AGAIN_S)
+        return await connect(*self._where, self._secret, _SESSION, self._hello)
+
+
+async def _receive_all(
+    stream: ClientConnection,
+    peer: str,
+    handle: Callable[[dict[str, Any]], None],
+    on_end: Callable[[str], None],
+    beats: Coroutine[Any, Any, None] | None,
+) -> None:
+    """Handle all that comes, beside the heartbeats, until the connection ends."""
+    beating = None if beats is None else asyncio.create_task(beats)
+    try:
+        while True:
+            handle(await stream.receive())
+    except CONNECTION_ERRORS as e:
+        on_end(f"the connection to the {peer} is lost: {e}")
+    finally:
+        if beating is not None:
+            beating.cancel()
+        await stream.close()
 
 
 class RelayPort(RemoteNodes):
@@ -607,8 +617,7 @@ def serve_group(
     def make(size: int, listener: socket.socket, over: asyncio.Event) -> tuple[ManagerServer, Any]:
         relays = None
         if relay_fd:
-            opened = socket.socket(fileno=int(relay_fd))
-            port = Listener(relay_address, opened=opened)
+            port = Listener(relay_address, opened=socket.socket(fileno=int(relay_fd)))
             secret = user_secret(_RELAY_PURPOSE)
             relays = RelayPort(relay_address, secret, listener=port, silence_s=SILENCE_S)
         server = ManagerServer(
@@ -726,20 +735,16 @@ class LighthouseLink:
                 continue
             last_failure = None
             self._stream = stream
-            beating = asyncio.create_task(
-                stream.send_heartbeats("heartbeat", lambda: self._silence_s)
-            )
+            server.on_connect()
+            beats = stream.send_heartbeats("heartbeat", lambda: self._silence_s)
+            handle = partial(self._handle, server)
             try:
-                server.on_connect()
-                while True:
-                    raw = await stream.receive()
-                    if raw["type"] == "ft":
-                        server.on_message(messages.unpack(raw["message"]))
-                    elif raw["type"] == "terms":
-                        self._silence_s = float(raw["silence_s"])
-            except CONNECTION_ERRORS as e:
-                server.on_disconnect(f"the connection to the lighthouse is lost: {e}")
+                await _receive_all(stream, "lighthouse", handle, server.on_disconnect, beats)
             finally:
-                beating.cancel()
                 self._stream = None
-                await stream.close()
+
+    def _handle(self, server: ManagerServer, raw: dict[str, Any]) -> None:
+        if raw["type"] == "ft":
+            server.on_message(messages.unpack(raw["message"]))
+        elif raw["type"] == "terms":
+            self._silence_s = float(raw["silence_s"])

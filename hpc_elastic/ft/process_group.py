@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import re
 import threading
 import time
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -51,16 +52,13 @@ __all__ = [
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 _BACKENDS = {
-    "ProcessGroupBabyGloo": "hpc_elastic.ft.gloo",
-    "ProcessGroupBabyNCCL": "hpc_elastic.ft.nccl",
-    "ProcessGroupGloo": "hpc_elastic.ft.gloo",
-    "ProcessGroupNCCL": "hpc_elastic.ft.nccl",
+    f"ProcessGroup{kind}{name}": f"hpc_elastic.ft.{name.lower()}"
+    for kind in ("", "Baby")
+    for name in ("Gloo", "NCCL")
 }
 MAX_QUANTIZED = 7
 """Members up to which an exchange of all codes is less than a float32 ring allreduce."""
 _log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 def __getattr__(name: str) -> Any:
@@ -224,11 +222,7 @@ class ProcessGroupWrapper(ProcessGroup):
     @property
     def parent(self) -> TorchProcessGroup:
         """The group that does the operations; raise NotConfiguredError if there is none yet."""
-        if self._pg is None:
-            raise NotConfiguredError(
-                f"{type(self).__name__} has no members: call configure() first"
-            )
-        return self._pg
+        return self._wrapped()
 
     def configure(self, *args: Any, **kwargs: Any) -> None:
         self._wrapped().configure(*args, **kwargs)
@@ -336,12 +330,11 @@ class ProcessGroupDummy(ProcessGroupWrapper):
         return DummyWork(None if name in _WITHOUT_RESULT else args[0])
 
 
-def _flat(tensors: Any) -> Iterable[torch.Tensor]:
+def _flat(tensors: Any) -> list[torch.Tensor]:
     if isinstance(tensors, torch.Tensor):
         return [tensors]
-    if not isinstance(tensors, Iterable):  # None, the options of a barrier
-        return []
-    return [t for each in tensors for t in _flat(each)]
+    is_list = isinstance(tensors, Iterable)  # else None, the options of a barrier
+    return [t for each in tensors for t in _flat(each)] if is_list else []
 
 
 _COPYING = {
@@ -595,8 +588,8 @@ class ManagedWork(Work):
 
     An *abortable* work also ends when its group is aborted, though torch may not end it. (A send
     that fails in gloo's own loop is lost: it completes neither by itself nor when its connection
-    breaks. That is rare, and happens if a connection breaks just as the peer announces that it is
-    ready.) So `wait` polls, and the future is one that the group can fail.
+    breaks. That is rare: the connection breaks just as the peer announces that it is ready.) So
+    `wait` polls, and the future is one that the group can fail.
 
     `manage` makes it the work of a Manager: errors are reported instead of raised, and the result
     is divided, exactly once. The first call decides where: `wait` does it on the calling thread,
@@ -656,12 +649,12 @@ class ManagedWork(Work):
                 self._wait(timeout)
             self._future.wait()
         elif self._succeeded is None:
-            error = None
             try:
                 self._wait(timeout)
             except Exception as e:
-                error = e
-            self._finish(error)
+                self._finish(e)
+            else:
+                self._finish(None)
         return bool(self._succeeded)
 
     def get_future(self) -> Future[Any]:
@@ -671,20 +664,21 @@ class ManagedWork(Work):
             self._finish(self._outcome_of(done)[1])
             return self._result
 
-        if self._future is None:
-            if self._succeeded is not None:
-                self._future = Future()
-                self._future.set_result(self._result)
-            elif self._abortable_in is not None:
-                value = self.outputs if self._result is None else self._result
-                self._future = make_future(*_flat(value))
-                self._abortable_in.pending.add(self)
-                done = self._torch_future()
-                done.add_done_callback(lambda done: self.end_future(*self._outcome_of(done)))
-            elif self._on_error is not None:
-                self._future = self._torch_future().then(end_managed)
-            else:
-                self._future = self._torch_future()
+        if self._future is not None:
+            return self._future
+        if self._succeeded is not None:
+            self._future = Future()
+            self._future.set_result(self._result)
+        elif self._abortable_in is not None:
+            value = self.outputs if self._result is None else self._result
+            self._future = make_future(*_flat(value))
+            self._abortable_in.pending.add(self)
+            done = self._torch_future()
+            done.add_done_callback(lambda done: self.end_future(*self._outcome_of(done)))
+        else:
+            self._future = self._torch_future()
+            if self._on_error is not None:
+                self._future = self._future.then(end_managed)
         return self._future
 
     def _torch_future(self) -> Future[Any]:
@@ -732,21 +726,20 @@ class ManagedWork(Work):
         group = self._abortable_in
         if group is None:
             return self._wait_for_torch(timeout)
-        until = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        limit_s = math.inf if timeout is None else timeout.total_seconds()
+        until = time.monotonic() + limit_s
         while True:
             if group.is_at_rest and group.end_error and not self._work.is_completed():
                 raise group.end_error
+            rest_s = min(_POLL_S, until - time.monotonic())
             try:
-                rest_s = _POLL_S if until is None else until - time.monotonic()
-                return self._work.wait(timedelta(seconds=max(0.001, min(_POLL_S, rest_s))))
+                return self._work.wait(timedelta(seconds=max(0.001, rest_s)))
             except RuntimeError:
                 if self._work.is_completed():
                     return self._wait_for_torch(None)
-            if timeout is not None and until is not None and time.monotonic() >= until:
-                raise CollectiveTimeoutError(
-                    f"{self._operation} timed out after {timeout.total_seconds():g} s "
-                    f"in {group.place}"
-                )
+            if time.monotonic() >= until:
+                text = f"{self._operation} timed out after {limit_s:g} s in {group.place}"
+                raise CollectiveTimeoutError(text)
 
     def _wait_for_torch(self, timeout: timedelta | None) -> bool:
         try:
@@ -799,8 +792,8 @@ def translate_error(error: RuntimeError, operation: str, group: LiveGroup) -> Ex
         return error
     if group.end_error is not None:
         return group.end_error
-    text, match = str(error), _TIMED_OUT.search(str(error))
+    match = _TIMED_OUT.search(str(error))
     if match is None:
-        return ProcessGroupError(f"{operation} failed in {group.place}: {text}")
+        return ProcessGroupError(f"{operation} failed in {group.place}: {error}")
     seconds = f" after {int(match[1]) / 1000:g} s" if match[1] else ""
-    return CollectiveTimeoutError(f"{operation} timed out{seconds} in {group.place}: {text}")
+    return CollectiveTimeoutError(f"{operation} timed out{seconds} in {group.place}: {error}")

@@ -121,12 +121,6 @@ class ActiveQuorum:
         self.step_s = 0.0
 
     @classmethod
-    def before_first(cls) -> ActiveQuorum:
-        quorum = cls(messages.NO_QUORUM, (), -math.inf)
-        quorum.end_reason = "there was none"
-        return quorum
-
-    @classmethod
     def adopt(cls, quorum_id: int, size: int, now: float) -> ActiveQuorum:
         """Return the quorum of an earlier lighthouse; only its id and size are known yet."""
         quorum = cls(quorum_id, (), now)
@@ -174,7 +168,8 @@ class ReplicaRegistry:
 
     def __init__(self, rules: QuorumRules, lost: Iterable[str] = ()) -> None:
         self.rules = rules
-        self.quorum = ActiveQuorum.before_first()
+        self.quorum = ActiveQuorum(messages.NO_QUORUM, (), -math.inf)
+        self.quorum.end_reason = "there was none"
         self.requests: dict[str, messages.QuorumRequest] = {}
         self.idle: dict[str, None] = {}
         self.connected: set[str] = set()
@@ -251,8 +246,8 @@ class ReplicaRegistry:
 
     def has_newcomers(self, now: float) -> bool:
         """Return whether a group requests that the present quorum could take in."""
-        size, admitted = self.quorum.group_world_size, self.admitted(now)
-        return any(not size or len(r.metadata) == size for r in admitted.values())
+        size = self.quorum.group_world_size
+        return any(size in (0, len(r.metadata)) for r in self.admitted(now).values())
 
     def admitted(self, now: float) -> dict[str, messages.QuorumRequest]:
         """Return the requests of groups that are not kept out."""
@@ -263,10 +258,8 @@ class ReplicaRegistry:
 
     def is_reconnect_timeout_over(self, now: float) -> bool:
         """Return whether members that have not connected to a new lighthouse had the time to."""
-        quorum = self.quorum
-        num_requesting = len(quorum.members) - len(quorum.not_requesting)
-        half_request = 2 * num_requesting >= quorum.size
-        rules = self.rules
+        quorum, rules = self.quorum, self.rules
+        half_request = 2 * (len(quorum.members) - len(quorum.not_requesting)) >= quorum.size
         timeout_s = rules.short_reconnect_timeout_s if half_request else rules.reconnect_timeout_s
         return now - quorum.formed_at >= timeout_s
 
@@ -373,13 +366,9 @@ def find_cohort(requests: Sequence[messages.QuorumRequest]) -> Cohort:
 
 def should_catch_up(requests: Sequence[messages.QuorumRequest], cohort: Cohort) -> bool:
     """Return whether the members that heal do so beside the training of the cohort."""
-    least = max(r.min_replicas for r in requests)
-    return (
-        bool(cohort.healing)
-        and cohort.step > 0
-        and len(cohort.ranks) >= least
-        and all(r.catch_up for r in requests)
-    )
+    is_enough = len(cohort.ranks) >= max(r.min_replicas for r in requests)
+    is_worth_it = is_enough and cohort.step > 0 and bool(cohort.healing)
+    return is_worth_it and all(r.catch_up for r in requests)
 
 
 def assign_results(
@@ -411,24 +400,21 @@ def _results_of_rank(
     size, num = len(cohort.ranks), len(requests)
     primary = cohort.ranks[group_rank % size]
     following = cohort.ranks[(group_rank + 1) % size] if size > 1 else (primary + 1) % num
-    store, next_store = requests[primary].store, requests[following].store
     cohort_rank = {rank: i for i, rank in enumerate(cohort.ranks)}
     all_sources = [messages.HealSource(r, requests[r].metadata[group_rank]) for r in cohort.ranks]
     sources: dict[int, tuple[messages.HealSource, ...]] = {}
-    first_source_of: dict[int, list[int]] = {}
     source_of: dict[int, list[int]] = {}
-    for i, rank in enumerate(cohort.healing):
-        start = i + group_rank
+    for start, rank in enumerate(cohort.healing, group_rank):
         chosen = [all_sources[(start + j) % size] for j in range(min(MAX_SOURCES, size))]
         sources[rank] = tuple(chosen)
-        first_source_of.setdefault(chosen[0].replica_rank, []).append(rank)
         for source in chosen:
             source_of.setdefault(source.replica_rank, []).append(rank)
     return [
         messages.QuorumResult(
-            quorum_id, rank, num, store, cohort.step, cohort.state_version, cohort_rank.get(rank),
-            size, sources.get(rank, ()), tuple(first_source_of.get(rank, ())),
-            tuple(source_of.get(rank, ())), next_store, catch_up,
+            quorum_id, rank, num, requests[primary].store, cohort.step, cohort.state_version,
+            cohort_rank.get(rank), size, sources.get(rank, ()),
+            tuple(r for r in source_of.get(rank, ()) if sources[r][0].replica_rank == rank),
+            tuple(source_of.get(rank, ())), requests[following].store, catch_up,
         )
         for rank in range(num)
     ]  # fmt: skip
@@ -466,12 +452,9 @@ class CommittedProgress:
         return result.heals or is_initial or own == (result.max_step, result.state_version)
 
     def after_step(self, quorum_id: int, num_participants: int) -> CommittedProgress:
-        return replace(
-            self,
-            step=self.step + 1,
-            batches_committed=self.batches_committed + num_participants,
-            state_version=next_version(self.state_version, quorum_id, num_participants),
-        )
+        version = next_version(self.state_version, quorum_id, num_participants)
+        batches = self.batches_committed + num_participants
+        return replace(self, step=self.step + 1, batches_committed=batches, state_version=version)
 
 
 def random_version() -> str:

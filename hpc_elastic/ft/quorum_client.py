@@ -28,21 +28,14 @@ from typing import Any, TypeVar
 import torch
 
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.ft import messages
 from hpc_elastic.ft.checkpointing.transport import (
     CheckpointTransport,
     HealError,
     UnusableStateError,
 )
 from hpc_elastic.ft.manager_client import GroupPlace, ManagerClient, QuorumAnswer
-from hpc_elastic.ft.messages import (
-    NO_QUORUM,
-    SOCKET_ENV,
-    CheckpointBeforeLeave,
-    HealFailed,
-    LeaveGranted,
-    QuorumRequest,
-    QuorumResult,
-)
+from hpc_elastic.ft.messages import NO_QUORUM, SOCKET_ENV, QuorumRequest, QuorumResult
 from hpc_elastic.ft.process_group import MemberPlace, ProcessGroup
 from hpc_elastic.ft.quorum import MAX_HEAL_FAILURES, CommittedProgress, random_version
 from hpc_elastic.ft.reconfigurable import AbortableStore, CheckedWait, connect_store_ahead
@@ -65,11 +58,9 @@ class LeftQuorumError(HpcElasticError, RuntimeError):
 
 
 class DamagedStateError(HpcElasticError, RuntimeError):
-    """A state was received in place and only in part, and no peer is left to heal from.
+    """A state was received in place and only in part, or by some workers of this replica alone.
 
-    Or some workers of this replica have healed, and others not, and no peer is left.
-
-    Start the script again from its last checkpoint.
+    No peer is left to heal from: start the script again from its last checkpoint.
     """
 
 
@@ -238,19 +229,17 @@ class QuorumClient:
                 own_failures += client.steps.abort_reason is None
                 self._count_heal_failure(result, e)
                 if isinstance(e, QuorumAbortedError) or client.steps.abort_reason is not None:
-                    text = "quorum %d was aborted while it was entered: %s"
-                    _log.info(text, result.quorum_id, e)
+                    _log.info("quorum %d was aborted while it was entered: %s", result.quorum_id, e)
                 else:
-                    text = "quorum %d could not be entered"
-                    _log.warning(text, result.quorum_id, exc_info=e)
+                    _log.warning("quorum %d could not be entered", result.quorum_id, exc_info=e)
                 reason = f"a member could not enter it: {e}"
                 is_lasting = isinstance(e, _LASTING_ERRORS)
                 client.report_abort(result.quorum_id, reason, is_lasting=is_lasting)
-                lasting = client.steps.lasting_errors
+                lasting = [*client.steps.lasting_errors.values()]
                 if len(lasting) > 1 and is_lasting:
                     raise
                 if len(lasting) > 1:
-                    text = f"another rank of this replica has failed: {[*lasting.values()][-1]}"
+                    text = f"another rank of this replica has failed: {lasting[-1]}"
                     raise UnusableStateError(text) from e
                 is_late = time.monotonic() > deadline or own_failures >= _MAX_OWN_FAILURES
                 if is_late or self._place.world_size > 1:
@@ -273,7 +262,8 @@ class QuorumClient:
             _log.error(text, self._heal_failures, error)
             own = self._client.replica_id
             worker = f"{own} (host {socket.gethostname()}, rank {self._place.rank})"
-            self._client.report_event(HealFailed(worker, f"{type(error).__name__}: {error}"))
+            reason = f"{type(error).__name__}: {error}"
+            self._client.report_event(messages.HealFailed(worker, reason))
 
     def _request_result(
         self, request: QuorumRequest, progress: CommittedProgress, timeout_s: float
@@ -282,15 +272,14 @@ class QuorumClient:
             answer = self._client.request_quorum(request, None)
         else:
             answer = self._request_in_time(request, timeout_s)
-        if isinstance(answer, LeaveGranted):
+        if isinstance(answer, messages.LeaveGranted):
             text = "this replica has left the quorum, as it was announced"
             if not os.environ.get(SOCKET_ENV):
-                remedy = "end the script, or start it again to join again"
-                raise LeftQuorumError(f"{text}: {remedy}")
+                raise LeftQuorumError(f"{text}: end the script, or start it again to join again")
             _log.info("%s; waiting to be stopped", text)
             while True:
                 threading.Event().wait()
-        if isinstance(answer, CheckpointBeforeLeave):
+        if isinstance(answer, messages.CheckpointBeforeLeave):
             raise CheckpointBeforeLeaveError
         if self.is_damaged and not answer.heals:
             self._client.report_abort(answer.quorum_id, "a member's state is damaged")
@@ -364,15 +353,10 @@ class QuorumClient:
         rank, size = self._place.rank, self._place.world_size
         synchronize_device()
         self._pg.configure(
-            f"{result.store}/hpc_elastic/{result.quorum_id}/{rank}",
-            self._client.replica_id,
-            result.replica_rank,
-            result.replica_world_size,
-            result.quorum_id,
-            rank,
-            size,
+            f"{result.store}/hpc_elastic/{result.quorum_id}/{rank}", self._client.replica_id,
+            result.replica_rank, result.replica_world_size, result.quorum_id, rank, size,
             [r * size + rank for r in range(result.replica_world_size)],
-        )
+        )  # fmt: skip
         if result.next_store:
             connect_store_ahead(result.next_store)
 
@@ -409,9 +393,8 @@ class QuorumClient:
                 self._send_state(list(destinations), sent, timeout)
             if result.heals:
                 best, step = result.sources[0], result.max_step
-                metadata = best.metadata
-                if use_all:
-                    metadata = json.dumps([source.metadata for source in result.sources])
+                all_metadata = json.dumps([source.metadata for source in result.sources])
+                metadata = all_metadata if use_all else best.metadata
                 state = self._transport.recv_checkpoint(best.replica_rank, metadata, step, timeout)
                 fetched = CommittedProgress(**state["torchft"])
                 if (fetched.step, fetched.state_version) != (step, result.state_version):

@@ -17,12 +17,10 @@ torch's constructors cannot be interrupted. They wait in a store for all members
 
 from __future__ import annotations
 
-import atexit
 import logging
 import math
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -91,13 +89,12 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
                     self._error = e if isinstance(e, Exception) else None
             raise
         with self._lock:
-            is_current = self._task is task  # else it was aborted just now
-            if is_current:
+            if self._task is task:
                 self._task, self._live = None, live
-        if not is_current:
-            reason = self._error or AbortedError(f"{place} was aborted")
-            live.end_group(reason, finish_pending=False)
-            raise reason
+                return
+        reason = self._error or AbortedError(f"{place} was aborted")  # just now
+        live.end_group(reason, finish_pending=False)
+        raise reason
 
     def abort(self, errored: bool = True, *, why: str = "it was aborted") -> None:
         """Fail everything that is pending, `configure` too (any thread, at any time).
@@ -437,49 +434,3 @@ def _new_client(where: StoreAddress, task: CancellableTask[Any]) -> TCPStore:
             continue
         client.set_timeout(timedelta(seconds=_OPERATION_S))
         return client
-
-
-# ---- destroying torch's groups
-# The destructor of a gloo group joins its threads, which takes 10 to 30 ms; called by one of those
-# threads (in a callback of a future) it would end the process. So the last reference is dropped by
-# a thread of its own, and only once there is no other.
-#
-# A thread that returns from C++ while Python ends could crash the process, so the end of Python
-# waits for these threads; but not for one whose group is stuck until a time-out.
-
-
-_OTHER_REFERENCES_S = 10.0
-_REFERENCE_POLL_S = 0.001
-_AT_EXIT_S = 0.5
-_OWN_REFERENCES = 2  # the list's, and getrefcount's argument
-
-_destroyers: set[threading.Thread] = set()
-
-
-def destroy_in_background(held: list[Any]) -> threading.Event:
-    """Empty a list of groups, and destroy them in the background; return an event for the end."""
-    is_done = threading.Event()
-    groups = held[:]
-    held.clear()
-
-    def destroy() -> None:
-        until = time.monotonic() + _OTHER_REFERENCES_S
-        while groups:
-            if sys.getrefcount(groups[-1]) > _OWN_REFERENCES and time.monotonic() < until:
-                time.sleep(_REFERENCE_POLL_S)  # another thread is inside an operation
-            else:
-                groups.pop()
-        is_done.set()
-        _destroyers.discard(threading.current_thread())
-
-    thread = threading.Thread(target=destroy, name="hpc-elastic-ft-destroy", daemon=True)
-    _destroyers.add(thread)
-    thread.start()
-    return is_done
-
-
-@atexit.register
-def _await_destroyers() -> None:
-    until = time.monotonic() + _AT_EXIT_S
-    for thread in list(_destroyers):
-        thread.join(max(0.0, until - time.monotonic()))

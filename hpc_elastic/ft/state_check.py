@@ -15,20 +15,25 @@ that was averaged, since all replicas have applied it. Groups with different har
 may round differently, and differ by nature.
 """
 
-# ruff: noqa: D102, D103  (some names say it all)
+# ruff: noqa: D102  (some names say it all)
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import cast
 
 import torch
+from torch.distributed import ReduceOp, Work
+from torch.distributed.distributed_c10d import AllreduceOptions
 
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.ft.checkpointing import _layout
+from hpc_elastic.ft.process_group import ProcessGroup
 
 _NAME_BYTES = 128
 _LISTED = 3
@@ -76,10 +81,6 @@ class StateDigest:
             tuple(digests), _layout.combine_digests(digests),
         )  # fmt: skip
 
-    def form_alone(self) -> StateDigest:
-        """Return what is compared in detail where members have different tensors."""
-        return replace(self, paths=("names, types or shapes of the tensors",), tensors=(self.form,))
-
 
 # ---- what the members exchange
 
@@ -88,18 +89,55 @@ Row = Sequence[int]
 _MARK = 1
 
 
-def summary_row(state: StateDigest) -> list[int]:
-    return [_MARK, state.form, state.total]
+def compare(
+    pg: ProcessGroup, place: tuple[int, int], state: StateDigest, name: str, *, on_device: bool
+) -> Mismatch | None:
+    """Compare a state with those of all members of a group; return None if they are equal.
+
+    All call it in the same step. ``place`` is the own replica rank and their number.
+    """
+
+    def exchange(own: Row) -> list[list[int]]:
+        """Return the row of each member, by replica rank."""
+        rank, size = place
+        table = torch.zeros(size, len(own), dtype=torch.int64)
+        table[rank] = torch.tensor(own)
+        if on_device:
+            table = table.to(torch.accelerator.current_accelerator())
+        start_allreduce(pg, table, ReduceOp.SUM).wait()
+        rows: list[list[int]] = table.tolist()
+        if (error := pg.errored()) is not None:
+            raise error
+        if any(row[0] != _MARK for row in rows):
+            raise RuntimeError("a member has not sent the digest of its state")
+        return rows
+
+    summary = [_MARK, state.form, state.total]
+    table = exchange(summary)
+    if all(row == table[0] for row in table):
+        return None
+    if any(row[1] != table[0][1] for row in table):  # the tensors are not the same ones
+        paths = ("names, types or shapes of the tensors",)
+        state = replace(state, paths=paths, tensors=(state.form,))
+    found = Mismatch.of(exchange(detail_row(state, name)), state.paths)
+    with suppress(Exception):  # all have read it before one aborts the quorum
+        exchange(summary)
+    return found
+
+
+def start_allreduce(
+    pg: ProcessGroup, tensor: torch.Tensor, op: ReduceOp | ReduceOp.RedOpType
+) -> Work:
+    """Start to reduce one tensor over a group, in place."""
+    options = AllreduceOptions()
+    options.reduceOp = cast(ReduceOp, op)
+    return pg.allreduce([tensor], options)
 
 
 def detail_row(state: StateDigest, name: str) -> list[int]:
     """Return a member's row of the second table; all members have tensors of the same form."""
     text = name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
     return [_MARK, *text, *state.tensors]
-
-
-def is_complete(table: Sequence[Row]) -> bool:
-    return all(row[0] == _MARK for row in table)
 
 
 @dataclass(frozen=True)

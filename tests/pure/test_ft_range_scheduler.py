@@ -26,7 +26,7 @@ def test_whoever_fails_the_rest_give_everything(seed):
                 board.set_owner(others[0])
         elif who in busy:
             piece = busy.pop(who)
-            got |= dict.fromkeys(range(piece.begin // 4096, -(-piece.end // 4096)), who.source)
+            got |= dict.fromkeys(range(piece[0] // 4096, -(-piece[1] // 4096)), who.source)
             board.finish(who, 0.0)
         elif piece := board.take_piece(who, 0.0):
             busy[who] = piece

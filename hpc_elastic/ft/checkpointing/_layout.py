@@ -183,10 +183,8 @@ class Target:
                     self.in_place[number] = own.raw
                 if is_direct:
                     found[number] = own.raw
-        fresh = [number for number in range(len(layout.specs)) if number not in found]
-        sizes = [layout.specs[number].num_bytes for number in fresh]
-        found.update(zip(fresh, allocate(sizes), strict=True))
-        self.raw = [found[number] for number in range(len(layout.specs))]
+        fresh = allocate([s.num_bytes for n, s in enumerate(layout.specs) if n not in found])[::-1]
+        self.raw = [found[n] if n in found else fresh.pop() for n in range(len(layout.specs))]
 
     @cached_property
     def _own_state(self) -> PackedState:
@@ -360,22 +358,15 @@ _SHARED_BYTES = 64 << 20
 _ALIGNMENT = 64
 
 
-def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Return whether a tensor's elements lie side by side, in any order of dimensions."""
-    expected = 1
-    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True)):
-        if size == 1:
-            continue
-        if step != expected:
-            return False
-        expected *= size
-    return True
-
-
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor without history, its elements side by side; a copy only if it has to be."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    return tensor if is_dense(tensor.shape, tensor.stride()) else tensor.contiguous()
+    expected = 1  # the elements may lie side by side in any order of dimensions
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and step != expected:
+            return tensor.contiguous()
+        expected *= size
+    return tensor
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -405,11 +396,10 @@ def allocate(sizes: Sequence[int]) -> list[torch.Tensor]:
             end += 1
         memory = _map_memory(places[-1]) if places[-1] else b""
         for size, place in zip(sizes[begin:end], places, strict=False):
-            made.append(
-                torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=place)
-                if size
-                else torch.empty(0, dtype=torch.uint8)
-            )
+            part = torch.empty(0, dtype=torch.uint8)
+            if size:
+                part = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=place)
+            made.append(part)
         begin = end
     return made
 
@@ -478,15 +468,15 @@ _FACTOR = 0x9E3779B97F4A7C15
 
 def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the digest of each of these tensors; their devices are waited for once each."""
+    digests = [digest_tensor(tensor) for tensor in tensors]
     by_device: dict[torch.device, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(number)
-    digests = [0] * len(tensors)
+    for number, digest in enumerate(digests):
+        by_device.setdefault(digest.device, []).append(number)
+    found: dict[int, int] = {}
     for numbers in by_device.values():
-        values = torch.stack([digest_tensor(tensors[n]) for n in numbers]).tolist()
-        for number, value in zip(numbers, values, strict=True):
-            digests[number] = value
-    return digests
+        values = torch.stack([digests[n] for n in numbers]).tolist()
+        found |= zip(numbers, values, strict=True)
+    return [found[number] for number in range(len(tensors))]
 
 
 def digest_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,9 +18,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 from urllib.parse import urlsplit
 
 import xxhash
@@ -124,7 +124,7 @@ class HTTPTransport(CheckpointTransport[T]):
         Raises:
             ConfigError: Something in the state cannot be sent; the message names its path.
         """
-        self._offer(len(dst_ranks), step, _layout.PackedState(state_dict, step), timeout)
+        self._offer(len(dst_ranks), step, state_dict, timeout)
 
     def offer_parts(self, step: int, state_dict: T, timeout: timedelta) -> None:
         """Offer a state to peers that fetch parts of it; returns at once.
@@ -134,7 +134,7 @@ class HTTPTransport(CheckpointTransport[T]):
         Raises:
             ConfigError: As `send_checkpoint`.
         """
-        self._offer(0, step, _layout.PackedState(state_dict, step), timeout)
+        self._offer(0, step, state_dict, timeout)
 
     def refuse_checkpoint(
         self, dst_ranks: list[int], step: int, reason: str, timeout: timedelta
@@ -143,9 +143,8 @@ class HTTPTransport(CheckpointTransport[T]):
         layout, timeout_s = _layout.encode_refusal(step, reason), timeout.total_seconds()
         self._server.offer(Offer(step, layout, (), Pieces([]), len(dst_ranks), timeout_s))
 
-    def _offer(
-        self, num_clients: int, step: int, state: _layout.PackedState, timeout: timedelta
-    ) -> None:
+    def _offer(self, num_clients: int, step: int, state_dict: T, timeout: timedelta) -> None:
+        state = _layout.PackedState(state_dict, step)
         pieces = Pieces(_layout.stream_parts(state.layout, state.raw))
         layout, timeout_s = state.layout.to_json(), timeout.total_seconds()
         self._server.offer(Offer(step, layout, state.raw, pieces, num_clients, timeout_s))
@@ -180,7 +179,9 @@ class HTTPTransport(CheckpointTransport[T]):
 
         def plan(layout: _layout.StateLayout) -> FetchPlan:
             target.append(_layout.Target(layout, self.state_dict, in_place=self.in_place))
-            return FetchPlan.whole(target[0])
+            memory = Pieces(_layout.stream_parts(layout, target[0].raw))
+            small, end = layout.small_bytes, layout.num_bytes
+            return FetchPlan(memory, [(0, small)], [(small, end)])
 
         try:
             self.fetch_parts(sources, step, plan, timeout, lambda _: False)
@@ -228,8 +229,8 @@ class HTTPTransport(CheckpointTransport[T]):
         them, and OSError if it cannot be reached, or `abort` was called.
         """
         digest, timeout_s = _layout.digest(layout.to_json()), timeout.total_seconds()
-        client, wait_s = secrets.token_hex(16), timeout_s
-        request = HealRequest("", "digests", step, client, "", wait_s, digest)
+        client = secrets.token_hex(16)
+        request = HealRequest("", "digests", step, client, "", timeout_s, digest)
         answer = json.loads(send_request(source, self._key, request, timeout_s, self._hold))
         if not isinstance(answer, list) or len(answer) != len(layout.specs):
             raise HealError(f"no digests of {len(layout.specs)} tensors: {str(answer)[:80]}")
@@ -289,13 +290,6 @@ class FetchPlan:
     memory: Pieces
     small: Sequence[Range]
     rest: Sequence[Range]
-
-    @classmethod
-    def whole(cls, target: _layout.Target) -> FetchPlan:
-        layout = target.layout
-        memory = Pieces(_layout.stream_parts(layout, target.raw))
-        small, end = layout.small_bytes, layout.num_bytes
-        return cls(memory, [(0, small)], [(small, end)])
 
 
 class Fetch:
@@ -372,19 +366,24 @@ class Fetch:
             if aborted:
                 raise HealError(_ABORTED)
             for source in live:
-                late = (
-                    "has not sent all" if source in self._layouts else "has not offered its state"
-                )
-                self._failures.setdefault(source, f"{late} in time")
+                late = "sent all" if source in self._layouts else "offered its state"
+                self._failures.setdefault(source, f"has not {late} in time")
             reasons = (f"{self._name(i)}: {why}" for i, why in sorted(self._failures.items()))
             text = f"the state of step {self._step} could not be fetched: {'; '.join(reasons)}"
             raise HealTimeoutError(f"{text} ({self._timeout_s:.3g} s)") if live else HealError(text)
         for number, url in enumerate(self._sources):
             if number not in self._answered:  # it shall not wait
-                done = HealRequest("", "done", self._step, self._client, "")
-                args = url, self._key, done
-                threading.Thread(target=send_done, args=args, name="heal-done", daemon=True).start()
+                threading.Thread(
+                    target=self._send_done, args=(url,), name="heal-done", daemon=True
+                ).start()
         return self._ranges.finished
+
+    def _send_done(self, url: str) -> None:
+        done = HealRequest("", "done", self._step, self._client, "")
+        try:
+            send_request(url, self._key, done, CONNECT_TIMEOUT_S)
+        except _FAILURES as e:
+            _log.debug("%s did not get `done`: %s", url, e)
 
     def look_again(self) -> None:
         """Ask at once whether there is enough (any thread)."""
@@ -416,7 +415,7 @@ class Fetch:
                 connection, key = self._connect(fetcher)
                 token = _token(self._sources[fetcher.source])
                 while (piece := self._next_piece(fetcher)) is not None:
-                    self._receive_piece(connection, key, self._request(token, "data", piece))
+                    self._receive_piece(connection, key, self._request(token, piece))
                     with self._changed:
                         assert self._ranges
                         self._ranges.finish(fetcher, time.monotonic())
@@ -494,19 +493,17 @@ class Fetch:
         until_cut_s = max(0.001, self._until - time.monotonic()) + 1.0
         url = self._sources[fetcher.source]
         connection, key = _connect(url, self._key, until_cut_s, hold)
-        raw = request_body(connection, key, self._request(_token(url), "layout"))
+        raw = request_body(connection, key, self._request(_token(url)))
         self._add_layout(fetcher, raw)
         return connection, key
 
-    def _request(
-        self, token: str, verb: _http.Verb, piece: FetchedPiece | None = None
-    ) -> HealRequest:
-        begin, end = (piece.begin, piece.end) if piece else (0, 0)
+    def _request(self, token: str, piece: Range | None = None) -> HealRequest:
+        """Return the request for the layout, or for a piece."""
         wait_s = max(0.001, self._until - time.monotonic()) + 1.0
-        return HealRequest(
-            token, verb, self._step, self._client, secrets.token_hex(16),
-            wait_s, self._digest if piece else "", begin, end,
-        )  # fmt: skip
+        of = self._step, self._client, secrets.token_hex(16), wait_s
+        if piece is None:
+            return HealRequest(token, "layout", *of)
+        return HealRequest(token, "data", *of, self._digest, *piece)
 
     def _add_layout(self, fetcher: Fetcher, raw: bytes) -> None:
         """Add a source's layout, and wait until there is memory for the layout that is fetched."""
@@ -542,7 +539,7 @@ class Fetch:
             if self._digest != _layout.digest(raw):
                 raise HealError("its state is not that of the best source")
 
-    def _next_piece(self, fetcher: Fetcher) -> FetchedPiece | None:
+    def _next_piece(self, fetcher: Fetcher) -> Range | None:
         """Return what to fetch next; None if all is done or the fetch is over."""
         with self._changed:
             while self._ranges and not self._is_over() and fetcher in self._live:
@@ -582,24 +579,13 @@ _LEAST_SLOW_S = 0.25
 """A connection is slow after this factor of the longest fetch of a range, and these seconds."""
 
 
-@dataclass(frozen=True)
-class FetchedPiece:
-    """A range; ``is_small``: for the owner only."""
-
-    begin: int
-    end: int
-    is_small: bool
-
-
-@dataclass(frozen=True)
-class Fetcher:
+class Fetcher(NamedTuple):
     """One connection to a source; both are numbered from 0, the best source first."""
 
     source: int
     number: int
 
 
-@dataclass
 class RangeScheduler:
     """The ranges of one state: ``small`` ones, which are the owner's, and others in their order.
 
@@ -609,33 +595,22 @@ class RangeScheduler:
     much longer than any range before.
     """
 
-    small: Sequence[Range]
-    rest: Sequence[Range]
-    owner: int
-    finished: set[Range] = field(default_factory=set)
-    _todo: list[FetchedPiece] = field(init=False)
-    _small: list[FetchedPiece] = field(init=False)
-    _under_way: dict[Fetcher, tuple[FetchedPiece, float]] = field(default_factory=dict)
-    _slowest_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        def cut(ranges: Sequence[Range], *, is_small: bool) -> list[FetchedPiece]:
-            return [FetchedPiece(*piece, is_small) for r in ranges for piece in cut_range(r)]
-
-        self._small = cut(self.small, is_small=True)
-        self._todo = cut(self.rest, is_small=False)[::-1]
+    def __init__(self, small: Sequence[Range], rest: Sequence[Range], owner: int) -> None:
+        self.num_bytes = sum(end - begin for begin, end in (*small, *rest))
+        self.owner = owner
+        self.finished: set[Range] = set()
+        self._smalls = frozenset(piece for whole in small for piece in cut_range(whole))
+        self._small = list(self._smalls)
+        self._todo = [piece for whole in rest for piece in cut_range(whole)][::-1]
         self._num_pieces = len(self._small) + len(self._todo)
-        self._smalls = tuple(self._small)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(end - begin for begin, end in (*self.small, *self.rest))
+        self._under_way: dict[Fetcher, tuple[Range, float]] = {}
+        self._slowest_s = 0.0
 
     @property
     def is_complete(self) -> bool:
         return len(self.finished) == self._num_pieces
 
-    def take_piece(self, fetcher: Fetcher, now: float) -> FetchedPiece | None:
+    def take_piece(self, fetcher: Fetcher, now: float) -> Range | None:
         """Return what a connection is to fetch next; None if there is nothing for it now."""
         if fetcher.source == self.owner and self._small:
             piece = self._small.pop()
@@ -652,21 +627,20 @@ class RangeScheduler:
     def finish(self, fetcher: Fetcher, now: float) -> None:
         piece, since = self._under_way.pop(fetcher)
         self._slowest_s = max(self._slowest_s, now - since)
-        self.finished.add((piece.begin, piece.end))
+        self.finished.add(piece)
 
     def put_back(self, fetcher: Fetcher) -> None:
         """Note that a connection has failed: others take what it had."""
-        if fetcher not in self._under_way:
-            return
-        piece, _ = self._under_way.pop(fetcher)
-        (self._small if piece.is_small else self._todo).append(piece)
+        if fetcher in self._under_way:
+            piece, _ = self._under_way.pop(fetcher)
+            (self._small if piece in self._smalls else self._todo).append(piece)
 
     def set_owner(self, source: int) -> None:
         """Make another source the owner: all small tensors are fetched again, from it.
 
         Nothing of the last one is under way any more.
         """
-        self.finished -= {(piece.begin, piece.end) for piece in self._smalls}
+        self.finished -= self._smalls
         self._small = list(self._smalls)
         self.owner = source
 
@@ -758,11 +732,3 @@ def send_request(
             return request_body(connection, session, sealed)
     finally:
         hold(None)
-
-
-def send_done(url: str, key: bytes, done: HealRequest) -> None:
-    """Send `done` to a peer, if it can be reached."""
-    try:
-        send_request(url, key, done, CONNECT_TIMEOUT_S)
-    except _FAILURES as e:
-        _log.debug("%s did not get `done`: %s", url, e)

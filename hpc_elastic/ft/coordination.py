@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.ft import find_unavailable, messages
+from hpc_elastic.ft import _unavailable, messages
 from hpc_elastic.ft.lighthouse_state import LighthouseState, ReplicaMessage
 from hpc_elastic.ft.quorum import QuorumRules
 from hpc_elastic.transport import interface
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 def __getattr__(name: str) -> Any:
     """Return what stands for torchft's other names."""
-    return find_unavailable(__name__, name)
+    return _unavailable.find_name(__name__, name)
 
 
 @dataclass(frozen=True)

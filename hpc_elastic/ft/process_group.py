@@ -30,7 +30,7 @@ from torch.futures import Future
 
 from hpc_elastic.block_int8 import dequantize, quantize
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.ft import find_unavailable
+from hpc_elastic.ft import _unavailable
 from hpc_elastic.ft.futures import make_future
 
 __all__ = [
@@ -64,7 +64,7 @@ _log = logging.getLogger(__name__)
 def __getattr__(name: str) -> Any:
     """Import a backend on first use: torchft has them in this module, which they are built on."""
     if name not in _BACKENDS:
-        return find_unavailable(__name__, name)
+        return _unavailable.find_name(__name__, name)
     return getattr(importlib.import_module(_BACKENDS[name]), name)
 
 

@@ -4,8 +4,8 @@ import importlib
 
 import pytest
 
-from hpc_elastic import ft
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.ft import _unavailable
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_a_name_without_implementation_raises_when_it_is_used(module, name):
     assert isinstance(caught.value, HpcElasticError)
 
 
-@pytest.mark.parametrize("module", [*ft._UNAVAILABLE])
+@pytest.mark.parametrize("module", [*_unavailable.NAMES])
 def test_other_names_are_no_attributes(module):
     """So hasattr, and a spelling mistake, behave as everywhere."""
     found = importlib.import_module(f"hpc_elastic.ft.{module}")

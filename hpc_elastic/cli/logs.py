@@ -16,9 +16,9 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,15 +57,36 @@ Examples:
 """
 
 
-@dataclass(frozen=True)
-class Query:
-    """The output that is shown; None selects all lines."""
+_AGO = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
+_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?")
 
-    selection: log_files.Selection
-    keep: log_files.Keep
-    since: float | None
-    tail: int | None
-    follow: bool
+_TIMES = "10m (ago; s, m, h, d), 12:03, 12:03:11, 2030-01-31, '2030-01-31 12:03', @<Unix seconds>"
+
+
+def parse_time(text: str, now: float) -> float:
+    """Return the Unix seconds of a point in the past (pure, apart from the time zone).
+
+    The text has one of `_TIMES`, else ValueError is raised; a time of day is the last one before
+    now.
+    """
+    ago = _AGO.fullmatch(text)
+    if ago is not None:
+        return now - float(ago[1]) * _UNIT_S[ago[2]]
+    if text.startswith("@"):
+        return float(text[1:])
+    if not _CLOCK.fullmatch(text):
+        return datetime.fromisoformat(text).timestamp()
+    today = datetime.fromtimestamp(now)
+    then = datetime.fromisoformat(f"{today:%Y-%m-%d}T{text.zfill(len(text) + (text[1] == ':'))}")
+    return (then if then <= today else then - timedelta(days=1)).timestamp()
+
+
+def _since(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    try:
+        return None if value is None else parse_time(value.strip(), time.time())
+    except ValueError as e:
+        raise click.BadParameter(f"{value!r} is not a time; give one of: {_TIMES}") from e
 
 
 def _ranks(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> frozenset[int]:
@@ -120,12 +141,7 @@ def _pattern(
     help="Only lines that match this regular expression; (?i) ignores case.",
 )  # fmt: skip
 @click.option("-n", "--tail", type=click.IntRange(0), metavar="N", help="Only the last N lines.")
-@click.option(
-    "--since",
-    type=options.PointInTime(),
-    metavar="T",
-    help=f"Only lines written since: {options.FORMS}.",
-)
+@click.option("--since", callback=_since, metavar="T", help=f"Only lines written since: {_TIMES}.")
 @click.option(
     "--agent/--no-agent", "agents", default=False, show_default=True,
     help="Add the logs of the agents, and the captured output of the tasks.",
@@ -162,29 +178,78 @@ def logs_command(
     The exit code is 1 if there is no output; with --follow, if the run has not succeeded.
     """
     from hpc_elastic.report import log_files
+    from hpc_elastic.report.run_view import read_view
     from hpc_elastic.run.directory import RunDir
-
-    selection = log_files.Selection(ranks, nodes, attempt, round_, agents)
-    if follow and tail is None and since is None:
-        tail = _FIRST_LINES
 
     def is_wanted(line: LogLine) -> bool:
         if since is not None and line.time < since:
             return False
         return pattern is None or bool(pattern.search(cleaned(line.text, colours=False)))
 
-    query = Query(selection, is_wanted, since, tail, follow)
-    return _print_output(RunDir(run), query, _Output(as_json=as_json))
+    if follow and tail is None and since is None:
+        tail = _FIRST_LINES
+    selection = log_files.Selection(ranks, nodes, attempt, round_, agents)
+    query, out, files = Query(selection, is_wanted, since, tail), _Output(as_json), RunDir(run)
+    discovery = log_files.Discovery(files)
+    if follow:
+        return options.print_end(_follow(files, query, out, discovery))
+    sources = discovery.sources()
+    chosen = [source for source in sources if selection.selects(source)]
+    if any(source.is_worker for source in sources):
+        log_files.require_there(selection, sources)
+    elif not chosen:
+        remedy = "--agent shows the logs of the agents" if sources else ""
+        what = f"{run} has no output of workers yet; {read_view(run).describe()}"
+        what += f"; {remedy}" if remedy else ""
+        raise RunDirectoryError(what, remedy=remedy or "repeat the command once a task has started")
+    out.write_so_far(chosen, query, {})
+    if not out.num_lines:
+        remedy = "repeat the command later, or leave options out; `events` shows what happened"
+        what = f"no output; {read_view(run).describe()}"
+        raise log_files.NothingSelectedError(what, remedy=remedy)
+    return 0
+
+
+@dataclass(frozen=True)
+class Query:
+    """The output that is shown; None selects all lines."""
+
+    selection: log_files.Selection
+    keep: log_files.Keep
+    since: float | None
+    tail: int | None
+
+    def lines(self, chosen: Sequence[LogSource], until: Mapping[Path, int]) -> Iterator[LogLine]:
+        """Yield the lines of files, each up to a byte."""
+        from hpc_elastic.report import log_files
+
+        since = self.since
+        if self.tail is not None:
+            yield from log_files.tail(chosen, self.tail, self.keep, since=since, until=until)
+            return
+        begins = [(log_files.begin_of(source, since), source) for source in chosen]
+        streams = (
+            (begin, log_files.lines(s, log_files.start_of(s, since), until.get(s.path)))
+            for begin, s in begins
+            if begin is not None
+        )
+        yield from filter(self.keep, log_files.merge(streams))
 
 
 class _Output:
-    def __init__(self, *, as_json: bool) -> None:
+    def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
         on_terminal = sys.stdout.isatty() and not as_json
         is_colourless = os.environ.get("TERM", "").lower() in _COLOURLESS  # as rich decides it
         self._is_plain = on_terminal and (is_colourless or bool(os.environ.get("NO_COLOR")))
         self.writer = Writer(on_terminal=on_terminal, now=time.time())
         self.num_lines = 0
+
+    def write_so_far(
+        self, chosen: Sequence[LogSource], query: Query, until: Mapping[Path, int]
+    ) -> None:
+        self.writer.make_room(chosen)
+        self.write(query.lines(chosen, until))
 
     def write(self, lines: Iterable[LogLine]) -> None:
         for line in lines:
@@ -194,49 +259,6 @@ class _Output:
                 rows = map(click.unstyle, rows)
             sys.stdout.writelines(f"{row}\n" for row in rows)
         sys.stdout.flush()
-
-
-def _print_output(run: RunDir, query: Query, out: _Output) -> int:
-    """Print the output of a run; return 0, or 1 if it has not succeeded (follow)."""
-    from hpc_elastic.report import log_files
-    from hpc_elastic.report.run_view import read_view
-
-    discovery = log_files.Discovery(run)
-    if query.follow:
-        return options.print_end(_follow(run, query, out, discovery))
-    sources = discovery.sources()
-    chosen = [source for source in sources if query.selection.selects(source)]
-    if any(source.is_worker for source in sources):
-        log_files.require_there(query.selection, sources)
-    elif not chosen:
-        remedy = "--agent shows the logs of the agents" if sources else ""
-        what = f"{run.path} has no output of workers yet; {read_view(run.path).describe()}"
-        what += f"; {remedy}" if remedy else ""
-        raise RunDirectoryError(what, remedy=remedy or "repeat the command once a task has started")
-    out.writer.make_room(chosen)
-    out.write(_so_far(chosen, query, {}))
-    if not out.num_lines:
-        remedy = "repeat the command later, or leave options out; `events` shows what happened"
-        what = f"no output; {read_view(run.path).describe()}"
-        raise log_files.NothingSelectedError(what, remedy=remedy)
-    return 0
-
-
-def _so_far(chosen: Sequence[LogSource], query: Query, until: dict[Path, int]) -> Iterator[LogLine]:
-    """Yield the lines of files, each up to a byte."""
-    from hpc_elastic.report import log_files
-
-    since = query.since
-    if query.tail is not None:
-        yield from log_files.tail(chosen, query.tail, query.keep, since=since, until=until)
-        return
-    begins = [(log_files.begin_of(source, since), source) for source in chosen]
-    streams = (
-        (begin, log_files.lines(source, log_files.start_of(source, since), until.get(source.path)))
-        for begin, source in begins
-        if begin is not None
-    )
-    yield from filter(query.keep, log_files.merge(streams))
 
 
 def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discovery) -> RunView:
@@ -252,8 +274,7 @@ def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discov
     sources = discovery.sources()
     chosen = [source for source in sources if query.selection.selects(source)]
     until = follower.skip(chosen)
-    out.writer.make_room(chosen)
-    out.write(_so_far(chosen, query, until))
+    out.write_so_far(chosen, query, until)
     if not is_there(run.result):  # print which selected output does not exist yet
         try:
             if any(source.is_worker for source in sources):
@@ -262,20 +283,18 @@ def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discov
                 options.print_message(f"waiting for output; {read_view(run.path).describe()}")
         except log_files.NothingSelectedError as e:
             options.print_message(f"{e}; waiting")
-    while ended is None or not _is_complete(ended_at, follower.last_news):
+    while True:
+        now = time.monotonic()
+        quiet_s, over_s = now - max(ended_at, follower.last_news), now - ended_at
+        if ended and (quiet_s > _LAST_LINES_S or over_s > _LAST_LINES_AT_MOST_S):
+            break
         out.write(follower.poll())
-        sys.stdout.flush()
         (view,) = end.poll()
         if ended is None and view.ended is not None:
             ended, ended_at = view, time.monotonic()
         time.sleep(_POLL_S)
     out.write(follower.finish())
     return ended
-
-
-def _is_complete(ended_at: float, last_news: float) -> bool:
-    now = time.monotonic()
-    return now - max(ended_at, last_news) > _LAST_LINES_S or now - ended_at > _LAST_LINES_AT_MOST_S
 
 
 # ---- lines for terminals and scripts (pure)

@@ -55,8 +55,8 @@ Section = dict[str, tuple[str, str]]
 """Command -> module of this package with `<command>_command`, and the summary; a group has none."""
 _GROUPS: dict[str, Section] = {
     "node": {
-        "preempt": ("nodes", "Preempt a node of a run: it saves, leaves and is requeued."),
-        "kill": ("nodes", "Kill the processes of a node of a run, without notice."),
+        "preempt": ("control", "Preempt a node of a run: it saves, leaves and is requeued."),
+        "kill": ("control", "Kill the processes of a node of a run, without notice."),
     },
     "checkpoints": {
         "verify": ("checkpoints", "Check the checkpoints of a run."),
@@ -68,7 +68,7 @@ _SECTIONS: dict[str, Section] = {
     "Submit": {
         "init": ("init", "Write a cluster file, and a script to start from."),
         "submit": ("submit", "Submit the runs of a script, or forecast when they would start."),
-        "run": ("run", "Run a command elastically, as torchrun runs a script."),
+        "run": ("submit", "Run a command elastically, as torchrun runs a script."),
     },
     "Observe": {
         "status": ("status", "Show a run: group, tasks, step, pace, and where its time went."),
@@ -84,8 +84,8 @@ _SECTIONS: dict[str, Section] = {
         "node": ("", "Take a node from a run, with notice or without: preempt, kill."),
     },
     "Check": {
-        "doctor": ("doctor", "Check whether runs will work on this cluster."),
-        "audit": ("audit", "Check that every sample was trained exactly once per epoch."),
+        "doctor": ("check", "Check whether runs will work on this cluster."),
+        "audit": ("check", "Check that every sample was trained exactly once per epoch."),
         "checkpoints": ("", "Check, export or remove checkpoints: verify, export, prune."),
     },
     "Serve": {

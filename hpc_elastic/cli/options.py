@@ -1,14 +1,10 @@
-"""What several commands share: runs by name, points in time, and how they print."""
+"""What several commands share: runs by name, settings, and how they print."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import sys
-import time
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,11 +181,6 @@ def split_settings(words: Sequence[str]) -> list[str]:
     return found
 
 
-def has_terminal() -> bool:
-    """Return whether a question can be answered: standard input is a terminal."""
-    return sys.stdin is not None and sys.stdin.isatty()
-
-
 def print_json(value: Any) -> None:
     """Print the one value of ``--json``."""
     print(json.dumps(value, indent=2))
@@ -204,48 +195,3 @@ def print_end(view: RunView) -> int:
     """Print how a run that was followed has ended; return the command's exit code."""
     print_message(view.describe())
     return view.ended.exit_code if view.ended is not None else 1
-
-
-# ---- points in time
-
-
-_AGO = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
-_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?")
-
-FORMS = "10m (ago; s, m, h, d), 12:03, 12:03:11, 2030-01-31, '2030-01-31 12:03', @<Unix seconds>"
-
-
-def parse_time(text: str, now: float) -> float:
-    """Return the Unix seconds of a point in the past (pure, apart from the time zone).
-
-    The text has one of `FORMS`, else ValueError is raised; a time of day is the last one before
-    now.
-    """
-    ago = _AGO.fullmatch(text)
-    if ago is not None:
-        return now - float(ago[1]) * _UNIT_S[ago[2]]
-    if text.startswith("@"):
-        return float(text[1:])
-    if not _CLOCK.fullmatch(text):
-        return datetime.fromisoformat(text).timestamp()
-    today = datetime.fromtimestamp(now)
-    then = datetime.fromisoformat(f"{today:%Y-%m-%d}T{text.zfill(len(text) + (text[1] == ':'))}")
-    return (then if then <= today else then - timedelta(days=1)).timestamp()
-
-
-class PointInTime(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
-    """A point in time, in Unix seconds."""
-
-    name = "time"
-
-    def convert(
-        self, value: str | float, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        """Return the Unix seconds."""
-        if isinstance(value, float):
-            return value
-        try:
-            return parse_time(value.strip(), time.time())
-        except ValueError:
-            self.fail(f"{value!r} is not a time; give one of: {FORMS}", param, ctx)

@@ -62,13 +62,12 @@ def _serve() -> None:
     import yaml  # noqa: F401 - what commands import when they are called
 
     from hpc_elastic.cli import (  # noqa: F401
-        audit,
+        check,
         checkpoints,
         control,
         events,
         logs,
         main,
-        nodes,
         report,
         status,
         submit,

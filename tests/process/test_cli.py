@@ -81,9 +81,8 @@ BASE = {
     "hpc_elastic.cli.main", "hpc_elastic.cli.options",
 }  # fmt: skip
 MORE = {
-    "run": {"cli.submit", "config", "config.schema"},
+    "run": {"config", "config.schema"},
     **{name: {"_console", "report", "rich", "run"} for name in ("status", "list")},
-    **{f"node {name}": {"slurm", "slurm.job_state"} for name in ("kill", "preempt")},
     "logs": {"slurm", "slurm.nodelist"},
     "init": {
         "run", "shared_files", "slurm", "slurm.client", "slurm.environment",

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from helps import not_in_help
-from hpc_elastic.cli.logs import Writer, json_of
+from hpc_elastic.cli.logs import Writer, json_of, parse_time
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.options import parse_time
 from hpc_elastic.report.log_files import LogLine, LogSource
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import write_atomic

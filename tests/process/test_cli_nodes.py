@@ -7,7 +7,7 @@ import pytest
 
 from arrays import GONE, run_of, write_table
 from ended import sleeping
-from hpc_elastic.cli import nodes
+from hpc_elastic.cli import control
 from hpc_elastic.cli.main import main
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.run import events
@@ -94,7 +94,7 @@ def test_a_node_that_leaves_is_told_of(run, name, monkeypatch, capsys):
         assert is_gone()
         return 3.0
 
-    monkeypatch.setattr(nodes, "wait_until", leave)
+    monkeypatch.setattr(control.NamedNode, "wait_until", leave)
     assert main(["node", "preempt", str(run.path), name, "--grace-s", "12"]) == 0
     out = capsys.readouterr().out
     assert "preempting local-1 (task 7_1, attempt 2): it has 12 s" in out
@@ -126,14 +126,14 @@ def test_tasks_that_leave_no_leader_are_brought_back_by_the_command(
     run, monkeypatch, capsys, other, brought
 ):
     """Two nodes may be killed at the same time: then nobody of the run is left to do so."""
-    found = nodes.find_node(run.path, "local-1")
+    found = control.find_node(run.path, "local-1")
     back: list[str] = []
     monkeypatch.setattr(Scheduler, "kill_task", lambda self, task: None)
     monkeypatch.setattr(Scheduler, "restart_tasks", lambda self, tasks: back.extend(tasks))
     after = {"7_0": other, "7_1": "FAILED", "7_2": "PENDING"}
     states = {task: TaskState(task, state, restarts=2) for task, state in after.items()}
-    monkeypatch.setattr(nodes, "_states", lambda spec: states)
-    assert nodes.kill(found, 5.0, as_json=False) == 0
+    monkeypatch.setattr(control, "_states", lambda spec: states)
+    assert control.kill(found, 5.0, as_json=False) == 0
     assert back == brought
     assert "its task starts again as soon as a node is free" in capsys.readouterr().out
 
@@ -142,14 +142,14 @@ def test_a_task_that_may_not_be_requeued_is_said_not_to_come_back(run, monkeypat
     """It has been in the queue twice already."""
     settings = run.load().settings
     settings = replace(settings, launcher=replace(settings.launcher, max_requeues=2))
-    found = nodes.find_node(run.path, "local-1")
+    found = control.find_node(run.path, "local-1")
     found = replace(found, spec=replace(found.spec, settings=settings))
     monkeypatch.setattr(Scheduler, "kill_task", lambda self, task: None)
-    monkeypatch.setattr(nodes, "wait_until", lambda *_: 0.5)
-    assert nodes.kill(found, 5.0, as_json=False) == 0
+    monkeypatch.setattr(control.NamedNode, "wait_until", lambda *_: 0.5)
+    assert control.kill(found, 5.0, as_json=False) == 0
     assert "its task is not restarted: launcher.max_requeues=2" in capsys.readouterr().out
     run.result.write_text('{"status": "succeeded"}')
-    assert nodes.kill(found, 5.0, as_json=False) == 0
+    assert control.kill(found, 5.0, as_json=False) == 0
     assert "its task is not restarted: the run has ended" in capsys.readouterr().out
 
 
@@ -181,9 +181,9 @@ def test_a_node_of_a_coallocated_job_is_not_killed(run, capsys):
     """Slurm would kill all of them. Nothing is said to be killed, nor written down so."""
     with pytest.raises(RunDirectoryError, match=r"7\.1 is a node of a co-allocated job"):
         Scheduler(run, run.load()).kill_task("7.1")
-    found = replace(nodes.find_node(run.path, "local-1"), task="7.1")
+    found = replace(control.find_node(run.path, "local-1"), task="7.1")
     with pytest.raises(RunDirectoryError, match=r"7\.1 is a node of a co-allocated job"):
-        nodes.kill(found, 5.0, as_json=False)
+        control.kill(found, 5.0, as_json=False)
     assert capsys.readouterr().out == "" and not read_events(run.event_logs)
 
 
@@ -194,7 +194,7 @@ def test_nodes_are_completed_from_the_group(run):
     class Context:
         params = {"run": str(run.path)}  # noqa: RUF012
 
-    found = nodes.NodeName().shell_complete(Context(), None, "lo")
+    found = control.NodeName().shell_complete(Context(), None, "lo")
     assert [item.value for item in found] == ["local-0"]
 
 
@@ -211,7 +211,7 @@ def test_a_command_reads_no_history(run, monkeypatch, capsys, command, num_parse
         EventLog(run.events("7_1"), "7_1").write("task_exited", reason="asked", how="requeue")
         return 3.0
 
-    monkeypatch.setattr(nodes, "wait_until", leave)
+    monkeypatch.setattr(control.NamedNode, "wait_until", leave)
     monkeypatch.setattr(Scheduler, "kill_task", lambda self, task: None)
     assert main(["node", command, str(run.path), "local-1"]) == 0
     assert len(parsed) == num_parsed and "local-1" in capsys.readouterr().out

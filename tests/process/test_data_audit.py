@@ -511,7 +511,7 @@ def test_a_run_without_a_ledger_is_told(run, capsys):
 
 def test_neither_the_sampler_nor_the_audit_import_torch():
     """An audit answers on a login node."""
-    code = "import sys, hpc_elastic.data, hpc_elastic.cli.audit; sys.exit('torch' in sys.modules)"
+    code = "import sys, hpc_elastic.data, hpc_elastic.cli.check; sys.exit('torch' in sys.modules)"
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from helps import not_in_help
-from hpc_elastic.cli.doctor import doctor_command
+from hpc_elastic.cli.check import doctor_command
 from hpc_elastic.cli.main import main
 
 

@@ -13,8 +13,8 @@ from helps import command_names, help_of, named, not_in_help
 from hpc_elastic.cli import options
 from hpc_elastic.cli.checkpoints import CheckpointFinding
 from hpc_elastic.cli.main import program
-from hpc_elastic.cli.run import SECTIONS
 from hpc_elastic.cli.status import Listed
+from hpc_elastic.cli.submit import SECTIONS
 from hpc_elastic.data.audit import EpochProof, Proof
 from hpc_elastic.run import registry
 from hpc_elastic.run.directory import RunDir

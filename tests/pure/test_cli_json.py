@@ -146,7 +146,7 @@ def questions(tree: ast.AST) -> Iterator[tuple[int, bool]]:
             names = [ast.unparse(call.func).rpartition(".")[2] for call in calls]
             for call, name in zip(calls, names, strict=True):
                 if name in ASKS:
-                    yield call.lineno, "has_terminal" in names
+                    yield call.lineno, "isatty" in names
 
 
 def test_nothing_is_asked_where_nobody_answers():

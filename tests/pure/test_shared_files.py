@@ -57,7 +57,7 @@ READ_BY_THEMSELVES = {
     ),
     **dict.fromkeys(
         ("launcher/user_code.py", "launcher/submit.py", "cli/init.py", "cli/submit.py",
-         "cli/doctor.py", "agent/main_block.py", "agent/command.py"),
+         "cli/check.py", "agent/main_block.py", "agent/command.py"),
         "the user's own scripts",
     ),
     "launcher/detach.py": "a file that this process has made",

@@ -52,14 +52,9 @@ def count_devices() -> tuple[int, int] | None:
 def query_gpus(what: str, fields: Iterable[str]) -> list[list[str]]:
     """Return the values of fields, for each GPU; an error of one GPU is a row like any other.
 
-    Args:
-        what: ``gpu`` or ``remapped-rows``.
-        fields: See ``nvidia-smi --help-query-gpu``, ``--help-query-remapped-rows``.
-
-    Raises:
-        subprocess.TimeoutExpired: It does not answer.
-        OSError: It cannot be started.
-        ValueError: It reports an error, which is the message.
+    ``what`` is ``gpu`` or ``remapped-rows``, with the fields of ``nvidia-smi --help-query-gpu`` and
+    ``--help-query-remapped-rows``. Raises subprocess.TimeoutExpired; OSError if it cannot be
+    started; ValueError if it reports an error, which is the message.
     """
     argv = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
     done = _util.run(argv, timeout_s=SMI_TIMEOUT_S)
@@ -77,10 +72,8 @@ def query_gpus(what: str, fields: Iterable[str]) -> list[list[str]]:
 class Gpu:
     """A GPU as nvidia-smi lists it; memory in MiB.
 
-    Attributes:
-        total, used: None where that is not measured, as on boards that share the host's memory.
-        use: Percentage of the last moments in which a kernel ran; None where that is not measured,
-            as with MIG.
+    The memory is None where it is not measured, as on boards that share the host's; ``use``, the
+    percentage of the last moments in which a kernel ran, also with MIG.
     """
 
     index: str
@@ -97,9 +90,7 @@ class Gpu:
 def list_gpus() -> list[Gpu]:
     """Return the GPUs of this node by nvidia-smi.
 
-    Raises:
-        subprocess.TimeoutExpired, OSError: See `query_gpus`.
-        ValueError: It reports an error, or a row describes no working GPU; that is the message.
+    Raises as `query_gpus`; also ValueError if a row, the message, describes no working GPU.
     """
     fields = ("index", "uuid", "memory.total", "memory.used", "utilization.gpu")
     found = []

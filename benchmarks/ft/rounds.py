@@ -144,8 +144,8 @@ class _Member:
 
     async def connect(self, address: str) -> None:
         self._messages = messages = part_of(OURS, "messages")
+        from hpc_elastic.transport.auth import user_secret
         from hpc_elastic.transport.connection import connect
-        from hpc_elastic.transport.secret import user_secret
 
         host, port = messages.parse_address(address)
         secret, hello = user_secret(messages.LIGHTHOUSE_PURPOSE), {"replica": self._name}

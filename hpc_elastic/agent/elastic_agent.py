@@ -31,9 +31,8 @@ from typing import Any
 
 from hpc_elastic._util import PASSING
 from hpc_elastic.agent import hang_watch, preemption, process_cleanup, worker_failures
-from hpc_elastic.agent.log_retention import LogRetention
 from hpc_elastic.agent.metrics import WorkerObserver, apart_workers
-from hpc_elastic.agent.output_times import OutputTimes
+from hpc_elastic.agent.output_files import LogRetention, OutputTimes
 from hpc_elastic.agent.signals import STOP, SignalError, name_of, raise_signals
 from hpc_elastic.agent.stacks import process_state, stacks_file, take_stacks
 from hpc_elastic.agent.warm_workers import WarmWorkerPool, is_training
@@ -89,11 +88,9 @@ class AgentContext:
     """What an agent works with.
 
     Attributes:
-        command: The command line of the workers.
-        nproc: Their number.
+        nproc: The number of workers.
         join_timeout_s: The longest wait for a round.
         control: Folder of the control pages, in memory.
-        notices: Where a notice for this node is found.
         is_command: Whether the workers run a command, which succeeds by its exit code.
         replica: The node's, where its workers are one (``ft=true``).
     """
@@ -137,12 +134,9 @@ class ElasticAgent:
         self._retention = LogRetention(context.place.logs, context.attempt)
         self._session = session
         self._agent_context = context
-        self._placed: RoundInfo | None = None
-        """The last round with a place for this agent; None before the first."""
-        self._server: tuple[str, int] | None = None
-        """Where the server of this node's replica accepts relays, if it is on another node."""
-        self._processes: list[WorkerProcess] = []
-        """Those of the workers, by local rank."""
+        self._placed: RoundInfo | None = None  # the last round with a place here
+        self._server: tuple[str, int] | None = None  # of this node's replica, on another node
+        self._processes: list[WorkerProcess] = []  # by local rank
         self._channel: WorkerChannel | None = None
         self._drain: preemption.DrainController | None = None
         self._saves = CheckpointFailureLog(context.events.write_behind)
@@ -157,21 +151,17 @@ class ElasticAgent:
         self._filled = False
         self._has_begun = True
         """Whether the event of the first step in the round is written."""
-        self._longest_start_s: float | None = None
-        """The longest time to the first step so far."""
+        self._longest_start_s: float | None = None  # to the first step
         self._started_at = self._started_time = 0.0
         """When the workers were started, in monotonic and in Unix seconds."""
-        self.pages: dict[int, SharedPage] = {}
-        """The control pages of the current workers, by global rank."""
+        self.pages: dict[int, SharedPage] = {}  # by global rank
 
     def run(self) -> None:
         """Run the workers of this node until the run has ended, or the node is left.
 
-        No warm worker outlives the call, nor anything that a worker has started.
-
-        Raises:
-            SignalError: A signal has ended this agent.
-            HpcElasticError: No round closed in time; the message names what is missing.
+        No warm worker outlives the call, nor anything that a worker has started. Raises SignalError
+        if a signal has ended this agent; HpcElasticError, which names what is missing, if no round
+        closed in time.
         """
         process_cleanup.adopt_orphans()
         raise_signals()
@@ -323,7 +313,6 @@ class ElasticAgent:
         ]
 
     def _environment(self, worker: worker_failures.WorkerFiles) -> dict[str, str]:
-        """Return the environment of a worker, with torch's names."""
         context, round_ = self._agent_context, self._round
         numbers = {
             "RANK": worker.rank, "ROLE_RANK": worker.rank, "LOCAL_RANK": worker.local_rank,
@@ -349,7 +338,6 @@ class ElasticAgent:
         return {process.local_rank: process.proc.pid for process in self._processes}
 
     def _end_workers(self, number: signal.Signals = STOP) -> None:
-        """Send the workers a signal, and kill those that do not end by it in time."""
         for process in self._processes:
             process.send_signal(number)
         deadline = time.monotonic() + self._agent_context.settings.stop_timeout_s
@@ -550,7 +538,7 @@ class WorkerProcess:
             )
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send the worker, and what is in its process group, a signal that is to end it."""
+        """Send the worker, and its process group, a signal that is to end it."""
         if self.proc.poll() is None:
             self._end_requested = True
             with suppress(ProcessLookupError):  # it has ended since, as its peers have
@@ -624,10 +612,8 @@ class ExitWatch:
 def first_step_fields(workers: Sequence[WorkerStatus], started: float) -> dict[str, Any] | None:
     """Return the fields of the event of the first step in a round; None before it (pure).
 
-    ``started`` is when the node's workers were started, in Unix seconds. The fields are ``step``,
-    the first that was made; ``restored``, the step of the checkpoint, None without one;
-    ``restore_s`` and ``start_s``, of the slowest worker, from the start to the first step;
-    ``counted``: the script does not report these steps; ``time`` of the slowest one's step.
+    ``started`` is when the node's workers were started, in Unix seconds. ``restore_s`` and
+    ``start_s``, from the start to the first step, and ``time`` are those of the slowest worker.
     """
     steps = [worker.first_step for worker in workers if worker.first_step is not None]
     if not steps or len(steps) < len(workers):
@@ -646,10 +632,8 @@ def first_step_fields(workers: Sequence[WorkerStatus], started: float) -> dict[s
 def last_step_fields(workers: Iterable[WorkerStatus]) -> dict[str, Any]:
     """Return how far workers have come that were stopped before they were done (pure).
 
-    ``step`` is the last one that any of them has made; ``step_time`` is the last step that was
-    reported, in Unix seconds; each only if it is known. The steps that a script passes to
-    `should_checkpoint` take precedence over the count of its optimizers' steps, which begins anew
-    with every start.
+    Each field only if it is known. The steps that a script passes to `should_checkpoint` take
+    precedence over the count of its optimizers' steps, which begins anew with every start.
     """
     seen = list(workers)
     asked = [w.passed for w in seen if w.passed is not None]
@@ -674,7 +658,7 @@ class TrainingWatch:
         self._named: set[str] = set()
 
     def update(self, workers: Mapping[int, WorkerStatus]) -> None:
-        """Take note of what the workers have published, by global rank (several times a second)."""
+        """Take note of what the workers have published, by global rank."""
         apart = apart_workers(workers, self._world_size)
         self._name("group_mismatch", [
             {"rank": rank, "group_size": size} for rank, size in apart.items()
@@ -711,7 +695,7 @@ class CheckpointFailureLog:
         self._failing = self._failing and page is not None
 
     def poll(self) -> None:
-        """Take note of what the worker has published; called several times a second."""
+        """Take note of what the worker has published."""
         if self._page is None:
             return
         now = self._page.read()
@@ -750,14 +734,10 @@ class Replica:
         self._server = session.replica
         self._socket = socket
         self._max_replicas = max_replicas
-        self._announced: float | None = None
-        """The end of the notice that was sent to the quorum."""
+        self._announced: float | None = None  # the end of the notice that was sent to the quorum
 
     def expect_workers(self, round_: RoundInfo, server: tuple[str, int] | None) -> None:
-        """Forget the workers before: others are about to be started.
-
-        ``server`` is that of their replica, if it is on another node.
-        """
+        """Forget the workers before; ``server`` is their replica's, if it is on another node."""
         self._announced = None
         self._session.expect_workers(round_, server)
 

@@ -130,11 +130,7 @@ class HangWatch:
         self._leader.report(Stacks(number, self._sample_workers(pids)))
 
     def _judge(
-        self,
-        me: Agent,
-        write: Callable[..., None],
-        pids: Mapping[int, int],
-        stall: Stall,
+        self, me: Agent, write: Callable[..., None], pids: Mapping[int, int], stall: Stall
     ) -> None:
         found = [(me, state) for state in self._sample_workers(pids)]
         finding = hang_diagnosis.diagnose_hang(found, stall)
@@ -165,8 +161,7 @@ class HangWatch:
         found = []
         for sampler, clock in zip(samplers, self._clocks, strict=True):
             pid, worker, computes = sampler.pid, sampler.worker, False
-            before_s = None if pid is None else loads.get(pid)
-            if pid is not None and before_s is not None:
+            if pid is not None and (before_s := loads.get(pid)) is not None:
                 after_s = stacks.main_thread_load_s(pid)
                 computes = after_s is not None and after_s - before_s > wanted_s
                 computes = computes and not stacks.has_gpu_open(pid)
@@ -178,10 +173,9 @@ class HangWatch:
                 alive=sampler.was_busy or clock.is_alive(time.monotonic()),
                 alone=self._alone is not None,
             )
-            state, dumps = seen.state, seen.dumps
-            waits = (
-                waiting_collective(dumps[-1]) if dumps and state in ("stands", "moves") else None
-            )
+            state, waits = seen.state, None
+            if seen.dumps and state in ("stands", "moves"):
+                waits = waiting_collective(seen.dumps[-1])
             found.append(RankState(
                 worker.files.rank, worker.files.local_rank, state, seen.place, waits,
                 str(worker.files.stack), time.time(),
@@ -218,14 +212,11 @@ class HangWatch:
 
 @dataclass(frozen=True)
 class WorkerSample:
-    """A sample of one worker.
+    """A sample of one worker; ``dumps`` are stacks of its main thread, in order.
 
-    Attributes:
-        dumps: Stacks of its main thread, in order.
-        computes: Whether its main thread uses or wants a CPU nearly always, without a GPU: a thread
-            that waits for its GPU spins.
-        alive: Whether it was busy during the sample, or `StepClock.is_alive`.
-        alone: Whether it is a replica, which is busy while it waits for others.
+    ``computes``: its main thread uses or wants a CPU nearly always, without a GPU: a thread that
+    waits for its GPU spins. ``alive``: it was busy during the sample, or `StepClock.is_alive`.
+    ``alone``: it is a replica, which is busy while it waits for others.
     """
 
     letter: str | None
@@ -300,10 +291,9 @@ def first_step_limit(
 ) -> FirstStepLimit:
     """Return the limit of a round that is about to start (pure).
 
-    The first two are the settings `launcher.agent.first_step_timeout_s` and
-    `launcher.agent.hang_timeout_s`: None for the default, 0 for never; 0 of the second applies here
-    by default. ``longest_start_s`` is the longest time to the first step that the node has measured
-    in this run.
+    ``wanted_s`` and ``hang_s`` are `launcher.agent.first_step_timeout_s` and `hang_timeout_s`: None
+    for the default, 0 for never; 0 of the second applies here by default. ``longest_start_s`` is
+    the longest time to the first step that the node has measured in this run.
     """
     if wanted_s is not None:
         return FirstStepLimit(wanted_s or None)
@@ -492,14 +482,12 @@ _PAUSES_S = (0.3, 0.5, 0.8)
 
 @dataclass
 class StackSampler:
-    """Samples the stacks of one worker; its process id is None if it has ended."""
+    """Samples the stacks of one worker, in order; its process id is None if it has ended."""
 
     pid: int | None
     worker: WatchedWorker
     texts: list[str] = field(default_factory=list)
-    """Its stacks, in order."""
-    was_busy: bool = False
-    """Whether it was busy with long work, which ends the samples."""
+    was_busy: bool = False  # with long work, which ends the samples
 
     def sample(self, deadline: float) -> None:
         """Take samples until the deadline; monotonic seconds."""

@@ -16,7 +16,7 @@ import importlib.util
 import inspect
 import sys
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,9 @@ def split_block(source: bytes, called_by: Collection[str]) -> tuple[list[ast.stm
                 return block.body[:at], []
             caller = next((callers[name] for name in names if name in callers), None)
             if caller is not None:
-                return block.body[:at], _before(caller.body, called_by)
+                body = caller.body
+                end = next(i for i, each in enumerate(body) if _names(each) & {*called_by})
+                return block.body[:at], [each for each in body[:end] if not _is_docstring(each)]
     return [], []
 
 
@@ -114,11 +116,6 @@ def run_block(script: types.ModuleType, function: Callable[..., Any]) -> None:
     if statements:
         code = compile(ast.Module(statements, []), str(file), "exec", dont_inherit=True)
         exec(code, vars(script))
-
-
-def _before(body: Sequence[ast.stmt], called_by: Collection[str]) -> list[ast.stmt]:
-    at = next(at for at, each in enumerate(body) if not _names(each).isdisjoint(called_by))
-    return [each for each in body[:at] if not _is_docstring(each)]
 
 
 def _is_docstring(statement: ast.stmt) -> bool:

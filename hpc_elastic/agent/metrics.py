@@ -37,7 +37,7 @@ from prometheus_client.openmetrics.exposition import generate_latest
 
 from hpc_elastic._util import ThroughputMeter
 from hpc_elastic.agent.stacks import main_thread_load_s
-from hpc_elastic.gpus import Gpu, has_nvidia_smi, list_gpus
+from hpc_elastic.gpus import has_nvidia_smi, list_gpus
 from hpc_elastic.shared_files import make_folder, write_atomic
 from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
 
@@ -140,7 +140,6 @@ class GpuMeter:
         self._on_failure: Callable[[str], object] | None = on_failure
         self._last, self._next = Sample(), -math.inf
         self.fails = False
-        """Whether the last measurement failed."""
 
     def measure(self, now: float) -> Sample:
         """Return the values, at most `GPUS_EVERY_S` old; after a failure, none for ten times that.
@@ -149,7 +148,7 @@ class GpuMeter:
         """
         if self._granted and now >= self._next:
             try:
-                self._last, pause_s = gpu_sample(list_gpus(), self._granted), GPUS_EVERY_S
+                self._last, pause_s = _gpu_sample(self._granted), GPUS_EVERY_S
                 self.fails = False
             except (OSError, ValueError, subprocess.TimeoutExpired) as e:
                 self._last, pause_s, self.fails = Sample(), 10 * GPUS_EVERY_S, True
@@ -161,9 +160,8 @@ class GpuMeter:
         return self._last
 
 
-def gpu_sample(listed: Sequence[Gpu], granted: Sequence[str]) -> Sample:
-    """Return the use of the granted GPUs among all of a node (pure)."""
-    ours = [gpu for gpu in listed if "?" in granted or gpu.is_one_of(granted)]
+def _gpu_sample(granted: Sequence[str]) -> Sample:
+    ours = [gpu for gpu in list_gpus() if "?" in granted or gpu.is_one_of(granted)]
     use = [gpu.use / 100 for gpu in ours if gpu.use is not None]
     memory = [gpu.used / gpu.total for gpu in ours if gpu.total and gpu.used is not None]
     return Sample(
@@ -209,9 +207,8 @@ class _Server(ThreadingMixIn, WSGIServer):
 class Exporter:
     """Writes and serves one node's metrics, until it is closed.
 
-    ``take_sample`` is called every `EVERY_S`, on another thread. ``port`` is one at 127.0.0.1; None
-    for none. A port in use is logged, and is no error. ``is_local``: the file, whose folder is
-    created, is on a file system of this node.
+    ``take_sample`` is called every `EVERY_S`, on another thread. ``port`` is one at 127.0.0.1; one
+    in use is logged, and is no error. ``is_local``: the file is on a file system of this node.
     """
 
     def __init__(
@@ -286,12 +283,9 @@ class WorkerLoads:
     """The load per step of each worker, over consecutive windows."""
 
     def __init__(self) -> None:
-        self.number = 0
-        """Number of the last window."""
-        self.last: list[tuple[int, float, float]] = []
-        """(rank, seconds of load a step, seconds a step)"""
-        self._start: dict[int, tuple[int, float, float]] = {}
-        """Step, load and time at the start of the window, by rank."""
+        self.number = 0  # of the last window
+        self.last: list[tuple[int, float, float]] = []  # rank, load and time in s of a step
+        self._start: dict[int, tuple[int, float, float]] = {}  # step, load, time, by rank
 
     def update(self, found: Mapping[int, tuple[int | None, float | None]], now: float) -> None:
         """Update with (step, seconds of load so far) of each rank."""
@@ -313,9 +307,9 @@ class WorkerLoads:
 
 
 def apart_workers(workers: Mapping[int, WorkerStatus], world_size: int | None) -> dict[int, int]:
-    """Return the workers, by global rank, that have made a step in a group of another size.
+    """Return the size of the group of each worker, by global rank, whose group has another size.
 
-    The value is that size. ``world_size`` is None if they need no process group.
+    ``world_size`` is None if they need no process group.
     """
     sizes = {rank: worker.group for rank, worker in workers.items()}
     return {
@@ -387,16 +381,11 @@ class WorkerObserver:
                 return replace(Sample(up_seconds=self._counters.up_s(now)), **known)
             published = {rank: page.read() for rank, page in self._pages.items()}
             first, pids = min(published), self._pids()
-            self._loads.update(
-                {
-                    rank: (
-                        worker.step,
-                        main_thread_load_s(pids[rank - first]) if rank - first in pids else None,
-                    )
-                    for rank, worker in published.items()
-                },
-                now,
-            )
+            loads = {
+                rank: main_thread_load_s(pids[rank - first]) if rank - first in pids else None
+                for rank in published
+            }
+            self._loads.update({r: (w.step, loads[r]) for r, w in published.items()}, now)
             sample = self._counters.update(published[first], now)
             for page in self._pages.values():
                 page.set_goodput(sample.goodput_ratio or 0.0)

@@ -22,11 +22,11 @@ from hpc_elastic._util import patiently
 from hpc_elastic.agent import preemption
 from hpc_elastic.agent.elastic_agent import AgentContext, ElasticAgent, Replica
 from hpc_elastic.agent.metrics import Exporter, GpuMeter, Sample, WorkerObserver
-from hpc_elastic.agent.output_times import OutputTimes
-from hpc_elastic.agent.preflight import Preflight, exclude_node
+from hpc_elastic.agent.output_files import OutputTimes
+from hpc_elastic.agent.preflight import Preflight, Problem
 from hpc_elastic.agent.signals import SignalError, SignalPipe
-from hpc_elastic.agent.task_context import Task
-from hpc_elastic.agent.warm_workers import WarmWorkerPool, prepare_environment, worker_command
+from hpc_elastic.agent.task_main import Task, prepare_environment, worker_command
+from hpc_elastic.agent.warm_workers import WarmWorkerPool
 from hpc_elastic.agent.worker_failures import NodeIdentity
 from hpc_elastic.checkpoint.node_memory import AgentFolder
 from hpc_elastic.config.schema import Nproc
@@ -35,6 +35,7 @@ from hpc_elastic.ft.manager_server import STORE_KEY
 from hpc_elastic.gpus import driver_gpus
 from hpc_elastic.rendezvous import leader
 from hpc_elastic.rendezvous.decision_log import DecisionLog
+from hpc_elastic.rendezvous.failure_policy import LONGEST_EXCLUDED_S
 from hpc_elastic.rendezvous.follower_state import REMOVED
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import Agent, RoundRules
@@ -57,7 +58,7 @@ from hpc_elastic.slurm.environment import granted_gpus, mig_slices
 from hpc_elastic.slurm.exit_action import ExitFacts, Meaning, Reason, meaning
 from hpc_elastic.slurm.scheduler import Scheduler, task_queue
 from hpc_elastic.transport import interface, socket_filter
-from hpc_elastic.transport.secret import of_generation
+from hpc_elastic.transport.auth import of_generation
 from hpc_elastic.worker.shared_page import CPUS_VARIABLE, DIRECTORY_VARIABLE
 
 _log = logging.getLogger(__name__)
@@ -396,6 +397,23 @@ class NodeAgent:
             task, group_nodes=round_.group_size, group_workers=round_.world_size,
             rounds=round_.number, restarts=round_.restarts,
         )  # fmt: skip
+
+
+def exclude_node(problem: Problem, task: Task, scheduler: Scheduler) -> bool:
+    """Let the run's tasks avoid this node, unless they avoid its maximum number of nodes already.
+
+    If that many nodes fail, the cause is common to them: not the nodes. Returns whether the task
+    may be requeued, to start on another node.
+    """
+    host, why = task.slurm.node_name, f"preflight: {problem.reason}"
+    settings = task.spec.settings
+    if settings.backend != "slurm" or len(quarantine.excluded(task.run)) >= settings.nodes.max:
+        return False
+    try:
+        scheduler.exclude_nodes([host], why, time.time() + LONGEST_EXCLUDED_S)
+    except (errors.HpcElasticError, OSError) as e:
+        _log.warning("%s may get tasks of this run again: %s", host, e)
+    return True
 
 
 def num_workers(wanted: Nproc, cpus: int, num_gpus: int | None, *, is_local: bool = False) -> int:

@@ -53,10 +53,7 @@ def within(
 
 
 def of_signal(number: signal.Signals, pool: Pool, now: float) -> PreemptionNotice | None:
-    """Return what a signal that came now (monotonic seconds) means; None: nothing.
-
-    SIGTERM is Slurm's, and `preempt_signal` stands for "leave this node".
-    """
+    """Return what a signal that came now (monotonic seconds) means; None: nothing."""
     if number is signal.SIGTERM:
         return within(Reason.SIGNAL, pool.terms.preempt_grace_s, now, number.name)
     if number.name == f"SIG{pool.launcher.preempt_signal}":
@@ -79,10 +76,9 @@ def of_command(
 
 
 def of_departure(how: ExitAction | None, pool: Pool, now: float) -> PreemptionNotice:
-    """Return what SIGTERM means once Slurm has reported how the task ends.
+    """Return what SIGTERM means once Slurm has reported how the task ends; None: Slurm is silent.
 
-    ``how`` is `slurm.requeue.predict_exit_action`; REQUEUE is a task that runs still. None: Slurm
-    is silent. The signal came ``now``.
+    REQUEUE is a task that runs still. The signal came ``now``.
     """
     terms, runs = pool.terms, how in (ExitAction.REQUEUE, ExitAction.REPLACE)
     return within(Reason.SIGNAL, terms.preempt_grace_s if runs else terms.kill_wait_s, now)
@@ -172,7 +168,6 @@ class PreemptionState:
 
     def __init__(self, events: EventLog) -> None:
         self.current: PreemptionNotice | None = None
-        """The notice; None as long as there is none."""
         self.departure_s: float | None = None
         """How long it takes to leave the node; None until that is known."""
         self._events = events
@@ -218,8 +213,7 @@ class PreemptionState:
 class DrainController:
     """What the workers of one round, and their agent, do about a notice.
 
-    ``why_leave`` returns why to wait no longer, and None to wait, from the notice, the reports of
-    the workers, and the monotonic seconds.
+    ``why_leave`` returns why to wait no longer, and None to wait.
     """
 
     def __init__(
@@ -263,10 +257,10 @@ class TimeLimitSource:
     """What Slurm reports about this task. Both calls may block for seconds.
 
     Attributes:
-        predict_exit: Returns how the task would end now; None where Slurm does not answer.
-        time_left_s: Returns what is left of its wall time, None where it has no end; raises
+        predict_exit: How the task would end now; None where Slurm does not answer.
+        time_left_s: What is left of its wall time, None where it has no end; raises
             `SlurmCommandError` where Slurm does not answer.
-        known_left_s: What is left of it, as far as that is known without a query; None: unknown.
+        known_left_s: The same, as far as it is known without a query.
         spread_s: All tasks query within this many seconds whether their limit was changed.
         first_spread_s: The same for the first query, where nothing is known.
     """
@@ -302,10 +296,8 @@ class PreemptionWatcher:
         self._notices = notices
         self._scheduler = scheduler
         self._started_at = time.monotonic()
-        self._end = self._started_at
-        """The end of the wall time, while `_planned` is set."""
-        self._planned: tuple[float, PreemptionNotice] | None = None
-        """When the notice of the end of the wall time is due, and the notice."""
+        self._end = self._started_at  # of the wall time, while the notice is planned
+        self._planned: tuple[float, PreemptionNotice] | None = None  # and when it is due
         self._ask_at: float | None = None
         if scheduler.known_left_s is not None:
             self._plan(self._started_at + scheduler.known_left_s)
@@ -345,7 +337,6 @@ class PreemptionWatcher:
             self._check_clock()
 
     def _run_command(self, command: str) -> None:
-        """Run the command until it gives notice."""
         has_failed = False
         while not self._ended.is_set():
             code, output, why = _util.run_shell(command, timeout_s=_COMMAND_S)
@@ -382,7 +373,7 @@ class PreemptionWatcher:
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _check_clock(self) -> None:
-        """Have Slurm queried for the time that is left, and add the notice, where that is due."""
+        """Start a query for the time that is left, and add the notice, where that is due."""
         with self._lock:
             if self._ask_at is not None and time.monotonic() >= self._ask_at:
                 self._ask_at = None
@@ -394,7 +385,6 @@ class PreemptionWatcher:
                     self._planned = None
 
     def _query_limit(self) -> None:
-        """Query Slurm for the time that is left, and plan the notice."""
         asked_at = time.monotonic()
         try:
             left_s = self._scheduler.time_left_s()

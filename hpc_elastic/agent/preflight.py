@@ -30,12 +30,6 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic import _util, gpus
-from hpc_elastic.agent.task_context import Task
-from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.rendezvous.failure_policy import LONGEST_EXCLUDED_S
-from hpc_elastic.slurm.environment import granted_gpus
-from hpc_elastic.slurm.quarantine import excluded
-from hpc_elastic.slurm.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 
@@ -59,11 +53,9 @@ _SIGNS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A failed check of a node.
+    """A failed check of a node: ``gpus``, ``memory``, ``arithmetic``, ``space`` or ``clock``.
 
-    Attributes:
-        check: ``gpus``, ``memory``, ``arithmetic``, ``space`` or ``clock``.
-        is_nodes: Whether it is this node's own; otherwise it is only reported, and the node joins.
+    ``is_nodes``: it is this node's own; otherwise it is only reported, and the node joins.
     """
 
     check: str
@@ -243,12 +235,12 @@ class Preflight:
 
     @property
     def cpus(self) -> list[list[int]]:
-        """The CPUs near each GPU, with `numa`, once there are `problems`, or none."""
+        """The CPUs near each GPU, with `numa`, once `problems` has returned."""
         return list(self._seen.get("cpus", ()))
 
     @property
     def num_gpus(self) -> int | None:
-        """How many GPUs torch sees, once there are `problems`, or none; None if unknown."""
+        """How many GPUs torch sees, once `problems` has returned; None if unknown."""
         return self._seen.get("gpus")
 
     def problems(self) -> list[Problem]:
@@ -262,7 +254,6 @@ class Preflight:
         return sorted(self._problems, key=lambda p: not p.is_nodes)
 
     def _run(self, *checks: Callable[[], Problem | None]) -> None:
-        """Run checks in turn, up to the first problem."""
         for check in checks:
             try:
                 problem = check()
@@ -272,28 +263,3 @@ class Preflight:
             if problem is not None:
                 self._problems.append(problem)
                 return
-
-
-def start_checks(task: Task) -> Preflight:
-    """Start the checks of a task's node (agent, before its imports)."""
-    settings = task.spec.settings
-    granted = [] if settings.nproc_per_node == "cpu" else granted_gpus(os.environ) or []
-    shared = settings.backend == "local" or "SLURM_SHARDS_ON_NODE" in os.environ
-    return Preflight(task.logs, granted, shared=shared, numa=settings.launcher.agent.numa)
-
-
-def exclude_node(problem: Problem, task: Task, scheduler: Scheduler) -> bool:
-    """Let the run's tasks avoid this node, unless they avoid its maximum number of nodes already.
-
-    If that many nodes fail, the cause is common to them: not the nodes. Returns whether the task
-    may be requeued, to start on another node.
-    """
-    host, why = task.slurm.node_name, f"preflight: {problem.reason}"
-    settings = task.spec.settings
-    if settings.backend != "slurm" or len(excluded(task.run)) >= settings.nodes.max:
-        return False
-    try:
-        scheduler.exclude_nodes([host], why, time.time() + LONGEST_EXCLUDED_S)
-    except (HpcElasticError, OSError) as e:
-        _log.warning("%s may get tasks of this run again: %s", host, e)
-    return True

@@ -58,10 +58,7 @@ def ignore_preemption_signals() -> None:
 
 
 def ignore_notices_here() -> None:
-    """Let these signals do nothing to this process, and what they usually do to a forked child.
-
-    Its parent may want to end it (main thread).
-    """
+    """Let these signals do nothing here (main thread), but have their effect in a forked child."""
     ignore_preemption_signals()
     os.register_at_fork(after_in_child=_restore_defaults)
 

@@ -156,10 +156,7 @@ def process_state(pid: int) -> str | None:
 
 
 def main_thread_load_s(pid: int) -> float | None:
-    """Return the seconds that a process's main thread ran or was ready to run; None if unknown.
-
-    See proc(5), schedstat.
-    """
+    """Return the seconds that a main thread ran or was ready to run (schedstat in proc(5))."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         ran, waited, *_ = Path(f"/proc/{pid}/schedstat").read_text().split()
         return (int(ran) + int(waited)) / 1e9

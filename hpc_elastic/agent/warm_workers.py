@@ -60,11 +60,9 @@ from pathlib import Path
 from hpc_elastic._util import readable
 from hpc_elastic.agent import signals
 from hpc_elastic.agent.stacks import has_gpu_open
-from hpc_elastic.agent.task_context import Task
-from hpc_elastic.config.schema import Nproc, WarmWorkers
-from hpc_elastic.gpus import driver_gpus
+from hpc_elastic.config.schema import WarmWorkers
 from hpc_elastic.shared_files import read_json
-from hpc_elastic.slurm.environment import GPUS, listed_gpus, mig_slices, of_slot
+from hpc_elastic.slurm.environment import mig_slices, of_slot
 from hpc_elastic.worker.shared_page import WARM_WORKER_VARIABLE
 
 _log = logging.getLogger(__name__)
@@ -114,7 +112,6 @@ class WarmWorkerPool:
         self, slots: int, command: Sequence[str], how: WarmWorkers = "fork", *, num_warming: int = 1
     ) -> None:
         self._forks = how != "spawn"
-        """Whether only one process imports, as far as is known."""
         self._slots = slots
         self._command = tuple(command)
         self._num_warming = num_warming
@@ -151,11 +148,9 @@ class WarmWorkerPool:
         for slot, worker in list(self._workers.items()):
             keep = self._handle_report(worker)
             if (code := worker.process.poll()) is not None:
-                what = (
-                    "parent of the warm workers"
-                    if slot == _PARENT
-                    else f"warm worker of slot {slot}"
-                )
+                what = "parent of the warm workers"
+                if slot != _PARENT:
+                    what = f"warm worker of slot {slot}"
                 _log.warning("the %s ended by itself, with exit code %d", what, code)
                 self._dead.append(code)
             if not keep or code is not None:
@@ -175,7 +170,6 @@ class WarmWorkerPool:
             warming += 1
 
     def _import_each(self, why: str) -> None:
-        """Let every warm worker import for itself from now on."""
         _log.warning("warm workers are not forked: %s", why)
         self._forks = False
 
@@ -291,10 +285,8 @@ class WarmWorkerPool:
         worker.is_parent = self._forks and report["no_fork"] is None
         if self._forks and not worker.is_parent:
             self._import_each(report["no_fork"])
-        texts = [
-            f"{module} is not imported in advance: {why}"
-            for module, why in report["failed"].items()
-        ]
+        failed = report["failed"].items()
+        texts = [f"{module} is not imported in advance: {why}" for module, why in failed]
         if report["holds_gpu"]:
             texts.append("a module opens the GPU; such processes are not kept")
         for text in texts:
@@ -348,7 +340,7 @@ def warn_of_late_variables(before: Mapping[str, str]) -> None:
 
     The choice of GPUs is not too late, unless a module has asked for them at its import
     (`note_choice_of_gpus`). Nor is the folder of compiled graphs, which torch itself sets where
-    kept graphs are put back (`compile_cache`).
+    kept graphs are put back (`worker_main.CompileCache`).
     """
     was, now = _read_at_start(before), _read_at_start(os.environ)
     changed = {name for name in was.keys() | now.keys() if was.get(name) != now.get(name)}
@@ -493,10 +485,7 @@ def _is_needed(channel: socket.socket, wait_s: float = 0.0) -> bool:
 
 @contextlib.contextmanager
 def frozen_imports() -> Iterator[None]:
-    """Exclude imported objects from garbage collection, which would take 0.1 s each time.
-
-    All objects at the end count as permanent (`gc.freeze`).
-    """
+    """Exclude imported objects from garbage collection for good: it would take 0.1 s each time."""
     gc.disable()
     try:
         yield
@@ -552,55 +541,6 @@ def _receive_start(channel: socket.socket) -> tuple[dict[str, str], list[int]]:
         for part in iter(partial(channel.recv, 1 << 16), b""):
             message += part
     return json.loads(message)["env"], outputs
-
-
-_THREADS = "OMP_NUM_THREADS"
-_GIVEN_THREADS = os.environ.get(_THREADS)
-"""The user's own value, before anything is set here."""
-_CPUS_PER_WARMING = 8
-"""CPUs for each process that may import while the workers train."""
-
-
-def worker_command(task: Task) -> tuple[str, ...]:
-    """Return the command line of this task's workers."""
-    return (sys.executable, "-uP", "-m", "hpc_elastic.agent.worker_main", str(task.run.path))
-
-
-def start_pool(task: Task) -> WarmWorkerPool:
-    """Start the warm workers of a task, which import while the agent joins."""
-    settings = task.spec.settings
-    num_workers = likely_workers(
-        settings.nproc_per_node, task.slurm.cpus_on_node, os.environ, len(driver_gpus())
-    )
-    prepare_environment(task, num_workers)
-    num_warming = max(1, len(os.sched_getaffinity(0)) // _CPUS_PER_WARMING)
-    how = settings.launcher.agent.warm_workers
-    slots = num_workers if how else 0
-    pool = WarmWorkerPool(slots, worker_command(task), how, num_warming=num_warming)
-    pool.fill(paced=False)
-    return pool
-
-
-def likely_workers(wanted: Nproc, cpus: int, env: Mapping[str, str], num_devices: int) -> int:
-    """Estimate the number of workers of a node without torch (pure).
-
-    By ``nproc_per_node``, the CPUs and the environment of the task there, and the machine's GPUs.
-    """
-    if isinstance(wanted, int):
-        return wanted
-    if wanted == "cpu":
-        return cpus
-    gpus = len(listed_gpus(env[GPUS])) if GPUS in env else num_devices
-    return max(1, len(mig_slices(env)) or min(gpus, num_devices))
-
-
-def prepare_environment(task: Task, num_workers: int) -> None:
-    """Set the variables that a process reads at its start, for a number of workers."""
-    cpus = min(task.slurm.cpus_on_node, len(os.sched_getaffinity(0)))
-    launcher = task.spec.settings.launcher
-    share = launcher.agent.omp_num_threads or max(1, cpus // num_workers)
-    os.environ[_THREADS] = _GIVEN_THREADS or str(share)
-    os.environ |= {**task.spec.file_env, **launcher.env}
 
 
 def is_training(status: Path) -> bool:

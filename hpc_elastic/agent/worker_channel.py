@@ -51,8 +51,8 @@ def can_save_at(request: CheckpointRequest, worker: WorkerStatus) -> bool | None
 class WorkerChannel:
     """What one node's workers and their leader exchange in one round.
 
-    ``sleep`` waits until a store into a page is visible; the simulator's does not. ``can_save_at``
-    is the rule of votes; the simulator breaks it on purpose.
+    The simulator's ``sleep``, until a store into a page is visible, does nothing, and it breaks the
+    rule of votes, ``can_save_at``, on purpose.
     """
 
     def __init__(

@@ -16,13 +16,13 @@ import contextlib
 import ctypes
 import dataclasses
 import enum
-import functools
 import gc
 import importlib
 import importlib.util
 import io
 import itertools
 import json
+import logging
 import os
 import re
 import runpy
@@ -32,6 +32,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -39,21 +40,19 @@ from typing import Any, TextIO
 
 from hpc_elastic.agent import main_block, signals, stacks
 from hpc_elastic.agent.command import FailedCommandError
-from hpc_elastic.agent.worker_group import (
-    GroupCheck,
-    free_children,
-    keep_own_stores,
-    keep_spawned,
-)
 from hpc_elastic.errors import HpcElasticError, InexactError, PermanentError
+from hpc_elastic.gpus import NVIDIA_GPUS
 from hpc_elastic.run import ownership
 from hpc_elastic.run.directory import RUN_DIR_VARIABLE, Entry, RunDir
-from hpc_elastic.shared_files import make_folder, write_atomic
+from hpc_elastic.shared_files import make_folder, open_file, write_atomic
 from hpc_elastic.slurm.environment import mig_slices
 from hpc_elastic.transport import socket_filter
 from hpc_elastic.tree_codec import decode_arguments
 from hpc_elastic.worker import optimizer_steps, process_group, reporting, shared_page
 
+_log = logging.getLogger("hpc_elastic.agent.worker_main")  # its own name is __main__
+
+_CPUS = Path("/proc/cpuinfo")
 _FRAMES_OF_OURS = (
     __file__, *(str(Path(__file__).with_name(name)) for name in ("command.py", "main_block.py")),
     runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>",
@@ -104,15 +103,18 @@ def main(argv: list[str]) -> int:
         reporting.set_bad_loss_policy(stop=spec.settings.launcher.on_bad_loss == "stop")
         world_size = 1 if spec.settings.ft else int(environment.get("WORLD_SIZE", "1"))
         check = world_size, spec.settings.launcher.require_group
-        group = GroupCheck(*check)
+        group = process_group.GroupCheck(*check)
         after_import("torch", lambda: _prepare_torch(run, group, place))
-        after_import("torch.distributed.rendezvous", lambda: keep_own_stores(environment))
+        after_import(
+            "torch.distributed.rendezvous", partial(process_group.keep_own_stores, environment)
+        )
         if not entry.is_command:  # whose children are what they are under torchrun
-            free_children()
-        after_import("torch.multiprocessing.spawn", lambda: keep_spawned(environment, *check))
+            process_group.free_children()
+        spawned = partial(process_group.keep_spawned, environment, *check)
+        after_import("torch.multiprocessing.spawn", spawned)
         if spec.settings.launcher.adapt == "auto" and not spec.settings.ft:
             for framework, adapter in _ADAPTERS.items():
-                after_import(framework, functools.partial(_adapt, adapter))
+                after_import(framework, partial(_adapt, adapter))
         function = load_function(entry)
         if warm_worker is not None:
             from hpc_elastic.agent.warm_workers import warn_of_late_variables
@@ -203,7 +205,9 @@ def _bind_to_cpus() -> None:
 
 
 def _prepare_torch(
-    run: RunDir, group: GroupCheck | None = None, place: tuple[Path, int] | None = None
+    run: RunDir,
+    group: process_group.GroupCheck | None = None,
+    place: tuple[Path, int] | None = None,
 ) -> None:
     """Let data loaders withstand a notice, and hook into every optimizer step of this process.
 
@@ -215,8 +219,6 @@ def _prepare_torch(
     answers the agent's questions about its collectives, by its folder and local rank in `place`.
     """
     import torch.distributed as dist
-
-    from hpc_elastic.agent.compile_cache import CompileCache
 
     signals.keep_loaders()
     steps, kept_groups = itertools.count(1), list[Any]([None])
@@ -236,6 +238,94 @@ def _prepare_torch(
             group.on_step(process_group.size() or 0)
 
     optimizer_steps.watch(on_step)
+
+
+class CompileCache:
+    """The graphs that torch.compile has compiled, kept in the run for each type of node.
+
+        <run>/compile/<type>.<local rank>.bin     what torch.compiler.save_cache_artifacts() returns
+
+    torch itself keeps compiled graphs in a folder of the node. A worker does not find them after a
+    restart on another node, nor in a job whose /tmp is new. So each worker puts them into the run
+    after its first steps, if the script compiles at all, and a worker that starts puts them back
+    into the folder of its node, before the script is imported. torch checks that they fit: its
+    version, the device and the graph are part of their keys.
+
+    torch unpickles such a file, so it is read only if this user alone can write it.
+
+    Source: https://docs.pytorch.org/tutorials/recipes/torch_compile_caching_tutorial.html
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        import torch
+
+        name = f"{node_type()}-torch-{torch.__version__}.{os.environ.get('LOCAL_RANK', '0')}.bin"
+        self._file = run.compiled / re.sub(r"[^\w.+-]", "_", name)
+        self._is_first_node = os.environ.get("GROUP_RANK") == "0"
+        self._next_step = 1
+        self._stored: Any = None
+        """What the file holds, as far as this worker knows."""
+
+    def load(self) -> None:
+        """Put the graphs of earlier workers into this node's folder, where torch finds them."""
+        import torch
+
+        try:
+            if _is_private(self._file):
+                with open_file(self._file) as file:
+                    self._stored = torch.compiler.load_cache_artifacts(file.read())
+        except FileNotFoundError:
+            return
+        except Exception as e:  # torch's own: the graphs are compiled anew
+            _log.warning("%s: compiled graphs cannot be used: %s", self._file, e)
+
+    def on_step(self, number: int) -> None:
+        """Store new graphs after the first step of this worker, its tenth, hundredth and so on."""
+        if number != self._next_step:
+            return
+        self._next_step *= 10
+        if "torch._inductor" not in sys.modules:
+            return
+        import torch
+
+        found = torch.compiler.save_cache_artifacts()
+        if found is None or found[1] == self._stored:
+            return
+        content, self._stored = found
+        threading.Thread(
+            target=self._write, args=(content,), name="compile cache", daemon=True
+        ).start()
+
+    def _write(self, content: bytes) -> None:
+        try:
+            # one node of each type is enough; where two see no file, both write the same
+            if self._is_first_node or not self._file.exists():
+                make_folder(self._file.parent, mode=0o700)
+                write_atomic(self._file, content, mode=0o600)
+        except OSError as e:
+            _log.warning("%s: compiled graphs are not kept: %s", self._file, e)
+
+
+def node_type() -> str:
+    """Return the model of this node's first GPU, or of its CPU without one; ``unknown`` if unknown.
+
+    It is read without the driver: a script may still choose its device, or fork.
+    """
+    try:
+        gpus = sorted(NVIDIA_GPUS.glob("*/information"))
+        text, key = (gpus[0].read_text(), "Model") if gpus else (_CPUS.read_text(), "model name")
+        found = re.search(rf"^{key}\s*:\s*(.+?)\s*$", text, re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else "unknown"
+
+
+def _is_private(file: Path) -> bool:
+    found = file.stat()
+    if found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+        return True
+    _log.warning("%s is not used: others may write it (chmod go-w, or remove it)", file)
+    return False
 
 
 def _adapt(adapter: str) -> None:

@@ -39,7 +39,7 @@ from hpc_elastic.checkpoint.store import file_problem
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, ConfigError
 from hpc_elastic.shared_files import make_folder, open_file, read_text, write_atomic
 from hpc_elastic.transport.auth import FrameSigner
-from hpc_elastic.transport.signed_socket import SignedSocket, SocketServer
+from hpc_elastic.transport.connection import SignedSocket, SocketServer
 from hpc_elastic.worker import shared_page
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -28,7 +28,7 @@ from typing import Any
 from hpc_elastic.doctor.probe_files import ProbeFolder, read
 from hpc_elastic.shared_files import names_in
 from hpc_elastic.transport.auth import FrameSigner
-from hpc_elastic.transport.signed_socket import SignedSocket, SocketServer
+from hpc_elastic.transport.connection import SignedSocket, SocketServer
 
 _CONNECT_S = 5.0
 _OTHER_CONNECT_S = 1.0

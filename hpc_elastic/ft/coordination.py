@@ -25,8 +25,8 @@ from hpc_elastic.ft import _unavailable, messages
 from hpc_elastic.ft.lighthouse_state import LighthouseState, ReplicaMessage
 from hpc_elastic.ft.quorum import QuorumRules
 from hpc_elastic.transport import interface
+from hpc_elastic.transport.auth import user_secret
 from hpc_elastic.transport.connection import Listener, ServerConnection
-from hpc_elastic.transport.secret import user_secret
 
 _MAX_TICK_S = 0.1
 _TICKS_PER_JOIN = 4

@@ -45,7 +45,7 @@ from typing import Any
 from hpc_elastic._util import readable
 from hpc_elastic.ft import messages
 from hpc_elastic.ft.manager_state import ManagerState, NodeConnection, RemoteNodes
-from hpc_elastic.transport.auth import AuthenticationError, sign
+from hpc_elastic.transport.auth import AuthenticationError, sign, user_secret
 from hpc_elastic.transport.connection import (
     BEATS_PER_SILENCE,
     CONNECTION_ERRORS,
@@ -53,7 +53,6 @@ from hpc_elastic.transport.connection import (
     Listener,
     connect,
 )
-from hpc_elastic.transport.secret import user_secret
 
 STORE_KEY = "hpc_elastic/ft/server"
 """Key in a group's store: where its server accepts relays, as ``[address, port]`` in JSON."""

@@ -53,8 +53,7 @@ from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import SlurmEnvironment
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.transport import interface as interface_module
-from hpc_elastic.transport.auth import sign
-from hpc_elastic.transport.secret import user_folder, user_key
+from hpc_elastic.transport.auth import sign, user_folder, user_key
 
 BACKEND = "slurm"
 _KEPT_S = 30 * 24 * 3600.0

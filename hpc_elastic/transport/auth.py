@@ -1,4 +1,4 @@
-"""Handshake and signatures of every connection (pure).
+"""Handshake and signatures of every connection, and the secrets behind them.
 
 The server greets with a nonce. The client answers with its own and with its first frame, the
 hello; the server answers that with a welcome. Both derive the key of the connection from a secret,
@@ -7,9 +7,12 @@ holds the secret. A frame is a JSON object in a line, behind a keyed hash of its
 number and its text. So a foreign process cannot join, nor replay, reflect or reorder what it has
 seen on the wire, in this connection or another. Nothing on the wire is secret.
 
-`connection` carries the frames over asyncio, `signed_socket` over blocking sockets. Keyed hashes:
-HMAC (RFC 2104) under secrets; under the key of a connection BLAKE2s (RFC 7693), which takes half
-the time.
+Keyed hashes: HMAC (RFC 2104) under secrets; under the key of a connection BLAKE2s (RFC 7693),
+which takes half the time.
+
+A run has a secret of its own, in its directory. Without a run (torchrun, a lighthouse), the secret
+is derived from the user's key: ``~/.config/hpc_elastic/key`` (0600, made on first use). All nodes
+see it where they share the home directory; elsewhere the user copies it.
 """
 
 from __future__ import annotations
@@ -17,13 +20,16 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import os
 import re
 import secrets
+import stat
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
-from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.errors import DamagedFileError, HpcElasticError
 
 MAX_FRAME_BYTES = 1 << 20
 MAX_UNPROVED_BYTES = 4096
@@ -32,6 +38,7 @@ HANDSHAKE_TIMEOUT_S = 5.0
 """A client that takes longer to prove that it holds the secret is disconnected."""
 NONCE_BYTES = 16
 _MAC_BYTES = 16
+_MIN_KEY_BYTES = 32
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 _from_json = json.JSONDecoder().raw_decode
 
@@ -78,7 +85,6 @@ class FrameSigner:
     received: int = 0
 
     def __post_init__(self) -> None:
-        """Begin the hash of every frame with the key."""
         self._keyed = hashlib.blake2s(key=self.key, digest_size=_MAC_BYTES)
         self._peer: Side = "server" if self.me == "client" else "client"
 
@@ -128,10 +134,7 @@ class ServerHandshake:
         self.greeting = text_of({"nonce": nonce}) + b"\n"
 
     def read(self, line: bytes) -> dict[str, Any] | None:
-        """Return the client's hello, which proves that it holds the secret; None for its nonce.
-
-        Raises AuthenticationError if it does not hold the secret.
-        """
+        """Return the client's hello, which proves that it holds the secret; None for its nonce."""
         if self._unproved is None:
             self._unproved = FrameSigner(self._key_of(_checked_nonce(line)), "server")
             return None
@@ -142,10 +145,7 @@ class ServerHandshake:
 def answer_greeting(
     greeting: bytes, secret: bytes, context: object, hello: dict[str, Any]
 ) -> tuple[bytes, FrameSigner]:
-    """Return what the client sends, and the signer that is to open the server's welcome.
-
-    Raises AuthenticationError if it is no greeting.
-    """
+    """Return what the client sends, and the signer that is to open the server's welcome."""
     try:
         theirs = _checked_nonce(str(json.loads(greeting)["nonce"]).encode())
     except (ValueError, KeyError, TypeError, RecursionError) as e:
@@ -159,3 +159,65 @@ def _checked_nonce(line: bytes) -> str:
     if not re.fullmatch(rb"[0-9a-f]{%d}" % (2 * NONCE_BYTES), line):
         raise AuthenticationError("no nonce")
     return line.decode()
+
+
+def user_folder() -> Path:
+    """Return the folder of the user's key; make it if needed (0700)."""
+    from hpc_elastic.shared_files import make_folder  # not in each process of a run
+
+    folder = Path.home() / ".config" / "hpc_elastic"
+    make_folder(folder, parents=True, mode=0o700)
+    return folder
+
+
+def user_key(folder: Path) -> bytes:
+    """Return the key in a folder; make it if missing. Several processes may do so at once.
+
+    Raises PermissionError, which names the remedy, if other users may read it or have made it, or
+    it is no regular file; DamagedFileError if it is too short for a secret.
+    """
+    path = folder / "key"
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        from hpc_elastic.shared_files import create_atomic  # the first time only
+
+        create_atomic(path, secrets.token_hex(32), mode=0o600)
+        found = path.lstat()
+    anew = f"remove it on all nodes (rm {path}), and another one is made"
+    if not stat.S_ISREG(found.st_mode):
+        raise PermissionError(f"{path} must be a regular file, and no link: {anew}")
+    if found.st_uid != os.geteuid():
+        raise PermissionError(f"{path} belongs to user {found.st_uid}, who knows it: {anew}")
+    if found.st_mode & 0o077:
+        raise PermissionError(f"{path} must be readable by its owner only: chmod 600 {path}")
+    key = path.read_bytes()
+    if len(key) < _MIN_KEY_BYTES:
+        raise DamagedFileError(f"{path} has {len(key)} of at least {_MIN_KEY_BYTES} bytes: {anew}")
+    return key
+
+
+def user_secret(purpose: str) -> bytes:
+    """Return the secret of this user's processes for one purpose; errors as of `user_key`."""
+    return sign(user_key(user_folder()), purpose).encode()
+
+
+def peers_secret() -> bytes:
+    """Return the secret that a worker shares with the workers of its other replica groups.
+
+    It is derived from the run's secret, and outside of a run from the user's. Raises OSError.
+    """
+    from hpc_elastic.run.fencing import own_entry  # not in a manager server process
+
+    entry = own_entry()
+    if entry is None:
+        return user_secret("peers")
+    from hpc_elastic.run.directory import RunDir
+    from hpc_elastic.shared_files import read_bytes
+
+    return sign(read_bytes(RunDir(entry.parent.parent).secret), "peers").encode()
+
+
+def of_generation(secret: bytes, generation: int) -> bytes:
+    """Return the secret of a run's agents after its n-th resume, which excludes earlier ones."""
+    return secret if generation == 0 else sign(secret, f"generation|{generation}").encode()

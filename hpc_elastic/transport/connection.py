@@ -1,7 +1,11 @@
-"""Authenticated connections over asyncio, both ends: the handshake and frames of `auth`.
+"""Authenticated connections, both ends: the handshake and frames of `auth`.
 
-The client's end is a `ClientConnection`, which a task reads; the server's is a `ServerConnection`,
-which calls back.
+Over asyncio the client's end is a `ClientConnection`, which a task reads; the server's is a
+`ServerConnection`, which calls back. All ports are a `Listener`'s.
+
+Over blocking sockets both ends are a `SignedSocket`. Between two messages either side may send
+bytes that are not signed, if a message has named their checksum. A `SocketServer` has a thread for
+each connection that is authenticated; until then the event loop of its `Listener` handles them.
 """
 
 from __future__ import annotations
@@ -11,8 +15,10 @@ import contextlib
 import logging
 import resource
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from hpc_elastic.transport import socket_filter
 from hpc_elastic.transport.auth import (
@@ -35,6 +41,9 @@ BEATS_PER_SILENCE = 5
 BUFFER_BYTES = 1 << 16
 _ACCEPTS_A_TURN = 64
 _ACCEPT_PAUSE_S = 0.2
+MAX_MESSAGE_BYTES = 256 << 20
+_SOCKET_CONNECT_S = 5.0
+_TRIES, _RETRY_S = 5, 0.05
 _MOST_UNPROVED = 4096
 """Connections to one port whose peers have not proved yet that they hold the secret. Thousands of
 agents may connect to a leader at once."""
@@ -57,7 +66,7 @@ class ClientConnection:
         self._has_received = False
 
     def send(self, message: dict[str, Any]) -> None:
-        """Queue a message; the end of the connection shows when the next one is received."""
+        """Queue a message; its end shows when the next one is received."""
         if not self._writer.is_closing():
             self._writer.write(self._signer.seal(message))
 
@@ -79,7 +88,7 @@ class ClientConnection:
         self.abort()
 
     async def close(self) -> None:
-        """Send what was queued and close the connection; drop it if the peer does not read.
+        """Send what was queued and close; drop the connection if the peer does not read.
 
         The transport is closed when this returns, which takes further turns of the event loop.
         """
@@ -93,7 +102,7 @@ class ClientConnection:
             self._writer.transport.abort()  # out of time or cancelled; else it changes nothing
 
     def abort(self) -> None:
-        """Drop the connection at once, if the peer no longer reads."""
+        """Drop the connection at once."""
         self._writer.transport.abort()
 
 
@@ -102,9 +111,8 @@ async def connect(
 ) -> ClientConnection:
     """Connect to the leader of a term; return once it has proved that it holds the secret.
 
-    Raises:
-        OSError: No process listens there, or none answers in time.
-        AuthenticationError: A foreign process listens there.
+    Raises OSError if no process listens there, or none answers in time; AuthenticationError if a
+    foreign process does.
     """
     async with asyncio.timeout(CONNECT_TIMEOUT_S):
         reader, writer = await asyncio.open_connection(address, port, limit=MAX_FRAME_BYTES)
@@ -131,19 +139,22 @@ async def _read_line(reader: asyncio.StreamReader) -> bytes:
 
 
 class ConnectionOwner(Protocol):
-    """A server; it is called for authenticated connections only.
+    """A server; it is called for authenticated connections only. An error ends the connection.
 
-    An error that a method raises ends the connection.
+    By default it does nothing.
     """
 
     def on_connect(self, connection: ServerConnection, hello: dict[str, Any]) -> None:
         """Handle a client that is authenticated; ``hello`` describes it."""
+        return
 
     def on_message(self, connection: ServerConnection, message: dict[str, Any]) -> None:
         """Handle a message of an authenticated client."""
+        return
 
     def on_disconnect(self, connection: ServerConnection, reason: str) -> None:
         """Handle the end of a connection, also of one for which `on_connect` has failed."""
+        return
 
 
 class ServerConnection(asyncio.BufferedProtocol):
@@ -164,14 +175,12 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._signer: FrameSigner | None = None
         """None until the client has proved that it holds the secret."""
         self._deadline: asyncio.TimerHandle | None = None
-        """Ends the connection if that takes too long."""
         self._transport: asyncio.Transport | None = None
         self._ending: str | None = None
-        """Why the connection is being ended from this side."""
 
     @property
     def is_proved(self) -> bool:
-        """Whether the peer has proved that it holds the secret."""
+        """Whether the client has proved that it holds the secret."""
         return self._signer is not None
 
     def send(self, message: dict[str, Any] | bytes) -> None:
@@ -181,7 +190,7 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._transport.write(self._signer.seal(message))
 
     def close(self) -> None:
-        """Send what was queued and close the connection; drop it if the peer does not read."""
+        """Send what was queued and close; drop the connection if the peer does not read."""
         self._ending = self._ending or "closed by this side"
         if self._transport is not None:
             self._transport.close()
@@ -196,16 +205,13 @@ class ServerConnection(asyncio.BufferedProtocol):
     def detach(self) -> tuple[socket.socket, FrameSigner]:
         """Return a blocking socket with the key of the connection, and drop this end of it.
 
-        For `ConnectionOwner.on_connect`: the client sends nothing between its hello and the
-        welcome.
+        For `on_connect`: the client sends nothing between its hello and the welcome.
         """
         assert self._transport is not None and self._signer is not None
         sock: socket.socket = self._transport.get_extra_info("socket").dup()
         sock.setblocking(True)
         self.abort("it is served elsewhere")
         return sock, self._signer
-
-    # ---- what asyncio calls -------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Greet."""
@@ -312,7 +318,7 @@ class Listener:
         asyncio.get_running_loop().add_reader(self._socket, self._accept)
 
     def close(self) -> None:
-        """Close the port and the connections; what was sent on them arrives. May be repeated."""
+        """Close the port and the connections; what was sent arrives. May be repeated."""
         if self._open:
             self._open = False
             asyncio.get_running_loop().remove_reader(self._socket)
@@ -326,8 +332,6 @@ class Listener:
         """Wait until all connections have ended, a second at most after `close`."""
         while self._connections:
             await asyncio.sleep(0.01)
-
-    # ---- connections (`ConnectionOwner`)
 
     def on_connect(self, connection: ServerConnection, hello: dict[str, Any]) -> None:
         """Pass an authenticated connection on."""
@@ -346,8 +350,6 @@ class Listener:
             self._terms[2].on_disconnect(connection, reason)
         else:
             self.num_refused += 1
-
-    # ---- accepting
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_A_TURN):
@@ -401,11 +403,8 @@ class Listener:
             connection.abort("too many unauthenticated connections")
 
 
-# ---- Probes: whether peers reach this node, and it reaches them, by handshakes
-
-
 _PROBE_TERM = 0
-"""Context of the handshake: the terms of leaders begin with 1."""
+"""Context of a probe's handshake: the terms of leaders begin with 1."""
 _ATTEMPT_S, _NEXT_ATTEMPT_S = 1.5, 0.5
 
 
@@ -421,9 +420,7 @@ async def reaches(address: str, port: int, secret: bytes, within_s: float) -> bo
         while (left_s := deadline - asyncio.get_running_loop().time()) > 0:
             attempts.add(asyncio.create_task(_exchange(address, port, secret)))
             ended, attempts = await asyncio.wait(
-                attempts,
-                timeout=min(left_s, _NEXT_ATTEMPT_S),
-                return_when=asyncio.FIRST_COMPLETED,
+                attempts, timeout=min(left_s, _NEXT_ATTEMPT_S), return_when=asyncio.FIRST_COMPLETED
             )
             if any(attempt.exception() is None for attempt in ended):
                 return True
@@ -441,17 +438,15 @@ async def _exchange(address: str, port: int, secret: bytes) -> None:
         (await connect(address, port, secret, _PROBE_TERM, {})).abort()
 
 
-class ProbePorts:
-    """Open ports that accept probes of peers; they carry no other message.
+class ProbePorts(ConnectionOwner):
+    """Open ports at which peers probe whether they reach this node.
 
-    Args:
-        addresses: Of this node; one that is not its own is left out.
+    Of the addresses those count that are this node's. The peer ends a connection.
     """
 
     def __init__(self, addresses: Iterable[str]) -> None:
         self._listeners: list[Listener] = []
         self.where: list[tuple[str, int]] = []
-        """Address and number of each port."""
         for address in dict.fromkeys(addresses):
             try:
                 listener = Listener(address)
@@ -471,11 +466,220 @@ class ProbePorts:
         for listener in self._listeners:
             listener.close()
 
+
+def prove(sock: socket.socket, secret: bytes, context: object, *, timeout_s: float) -> FrameSigner:
+    """Carry out the client's part of the handshake on a connection (blocking).
+
+    Raises AuthenticationError if the server does not hold the secret. ConnectionResetError: it has
+    ended the connection, since this side does not hold the secret, or strangers have taken its
+    places; connect again. OSError: it does not answer in time.
+    """
+    pending, until = bytearray(), time.monotonic() + timeout_s
+
+    def read_line() -> bytes:
+        while (end := pending.find(b"\n")) < 0:
+            if len(pending) > MAX_UNPROVED_BYTES:
+                raise AuthenticationError("longer than a message may be")
+            if (left_s := until - time.monotonic()) <= 0:
+                raise TimeoutError("the peer has not proved in time that it holds the secret")
+            sock.settimeout(left_s)
+            received = sock.recv(MAX_UNPROVED_BYTES)
+            if not received:
+                raise ConnectionResetError("the peer closed the connection")
+            pending.extend(received)
+        line = bytes(pending[:end])
+        del pending[: end + 1]
+        return line
+
+    answer, signer = answer_greeting(read_line(), secret, context, {"type": "hello", "agent": {}})
+    sock.sendall(answer)
+    signer.open(read_line())
+    return signer
+
+
+class SignedSocket:
+    """One end of a connection; both ends have proved that they hold a secret.
+
+    Any method raises an OSError if the connection has ended, or the peer is silent for longer than
+    the timeout. After an error the connection is unusable.
+    """
+
+    def __init__(self, sock: socket.socket, signer: FrameSigner, timeout_s: float) -> None:
+        self._sock = sock
+        self._signer = signer
+        signer.max_bytes = MAX_MESSAGE_BYTES
+        self._timeout_s = timeout_s
+        self._pending = bytearray()
+        sock.settimeout(timeout_s)
+
+    @classmethod
+    def connect(
+        cls, address: tuple[str, int], secret: bytes, context: str, *, timeout_s: float
+    ) -> SignedSocket:
+        """Connect to a `SocketServer`; both sides give the same secret and purpose (``context``).
+
+        The timeout limits the handshake, and the peer's silence later. Raises AuthenticationError
+        if one side does not hold the secret.
+        """
+
+        def connected() -> socket.socket:
+            return socket.create_connection(address, _SOCKET_CONNECT_S)
+
+        sock, signer = connect_and_prove(connected, secret, context, timeout_s=timeout_s)
+        return cls(sock, signer, timeout_s)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message; raises a ValueError if it is too long."""
+        self._sock.sendall(self._signer.seal(message))
+
+    def receive(self) -> dict[str, Any]:
+        """Return the next message; raises an AuthenticationError if it is not the peer's."""
+        searched, block = 0, memoryview(bytearray(1 << 16))
+        while (end := self._pending.find(b"\n", searched)) < 0:
+            searched = len(self._pending)
+            if searched > MAX_MESSAGE_BYTES:
+                raise AuthenticationError("longer than a message may be")
+            self._pending += block[: self._receive(block)]
+        line = bytes(self._pending[:end])
+        del self._pending[: end + 1]
+        return self._signer.open(line)
+
+    def send_file(self, file: BinaryIO, num_bytes: int) -> int:
+        """Send the next bytes of a file, unsigned; return their number, less at its end."""
+        return self._sock.sendfile(file, count=num_bytes)
+
+    def receive_into(self, block: memoryview) -> int:
+        """Receive unsigned bytes into a block; return their number, at least 1."""
+        if not self._pending:
+            return self._receive(block)
+        got = min(len(block), len(self._pending))
+        block[:got] = self._pending[:got]
+        del self._pending[:got]
+        return got
+
+    def close(self) -> None:
+        """Close the connection. May be repeated."""
+        self._sock.close()
+
+    def _receive(self, block: memoryview) -> int:
+        num_bytes = self._sock.recv_into(block)
+        if not num_bytes:
+            raise ConnectionResetError("the peer closed the connection")
+        return num_bytes
+
+
+def connect_and_prove(
+    connected: Callable[[], socket.socket], secret: bytes, context: object, *, timeout_s: float
+) -> tuple[socket.socket, FrameSigner]:
+    """Return a connection after the handshake; try again if strangers have taken all places.
+
+    ``connected`` returns a fresh connection; the other arguments, and the errors, are `prove`'s.
+    """
+    number = 0
+    while True:
+        sock = connected()
+        try:
+            return sock, prove(sock, secret, context, timeout_s=timeout_s)
+        except ConnectionResetError as e:
+            sock.close()
+            number += 1
+            if number == _TRIES:
+                raise AuthenticationError("it does not accept our key") from e
+            time.sleep(_RETRY_S)
+        except BaseException:
+            sock.close()
+            raise
+
+
+class SocketServer(ConnectionOwner):
+    """A port whose connections are served by a thread each, once they are authenticated.
+
+    The port is opened on the first of these numeric addresses that is this machine's; OSError is
+    raised if none is. ``serve`` is called with a connection and the signer of this end in a thread;
+    the connection is closed when it returns. An OSError or ValueError ends the connection, too.
+    """
+
+    def __init__(
+        self,
+        addresses: Iterable[str],
+        secret: bytes,
+        context: object,
+        serve: Callable[[socket.socket, FrameSigner], None],
+        *,
+        name: str,
+    ) -> None:
+        self._serve, self._name = serve, name
+        self._listener, address = _open_first(addresses)
+        self.address = (address, self._listener.port)
+        self._serving: dict[threading.Thread, socket.socket] = {}
+        self._lock = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._loop.call_soon(self._listener.serve, secret, context, self)
+        self._acceptor = threading.Thread(target=self._run_loop, name=f"{name}-accept", daemon=True)
+        self._acceptor.start()
+
+    def close(self, *, cut: bool = False, wait: bool = False) -> None:
+        """Accept no more connections. May be repeated.
+
+        ``cut`` ends those that are served, too; ``wait`` returns once their threads have ended.
+        """
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._listener.close)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        if wait:
+            self._acceptor.join()
+        with self._lock:
+            serving = dict(self._serving)
+        for thread, sock in serving.items():
+            if cut:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+            if wait:
+                thread.join()
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._listener.wait_closed())
+        finally:
+            self._loop.close()
+
     def on_connect(self, connection: ServerConnection, hello: dict[str, Any]) -> None:
-        """See `ConnectionOwner`: a peer has reached this node, and ends the connection."""
+        """Serve an authenticated connection in a thread, which has it from then on."""
+        sock, signer = connection.detach()
+        thread = threading.Thread(
+            target=self._serve_one, args=(sock, signer), name=self._name, daemon=True
+        )
+        with self._lock:
+            self._serving[thread] = sock
+        try:
+            thread.start()
+        except RuntimeError as e:
+            _log.warning("a connection cannot be served: %s", e)
+            self._end_connection(thread, sock)
 
-    def on_message(self, connection: ServerConnection, message: dict[str, Any]) -> None:
-        """See `ConnectionOwner`."""
+    def _serve_one(self, sock: socket.socket, signer: FrameSigner) -> None:
+        try:
+            self._serve(sock, signer)
+        except (OSError, ValueError) as e:
+            _log.debug("a connection has ended: %s", e)
+        finally:
+            self._end_connection(threading.current_thread(), sock)
 
-    def on_disconnect(self, connection: ServerConnection, reason: str) -> None:
-        """See `ConnectionOwner`."""
+    def _end_connection(self, thread: threading.Thread, sock: socket.socket) -> None:
+        with self._lock:
+            self._serving.pop(thread, None)
+        with contextlib.suppress(OSError):  # for both sides, even if a forked process has it too
+            sock.shutdown(socket.SHUT_RDWR)
+        sock.close()
+
+
+def _open_first(addresses: Iterable[str]) -> tuple[Listener, str]:
+    error = OSError("no address was given")
+    for address in addresses:
+        try:
+            return Listener(address), address
+        except OSError as e:
+            error = e
+    raise error

@@ -55,8 +55,8 @@ def find(node_name: str, wanted: str | None, node_address: Callable[[], str | No
     made; a card may negotiate for longer.
 
     ``node_address`` asks Slurm for NodeAddr, a host name or an address. It is called only where the
-    node has several addresses to choose from, and ignored where it fails or hangs. Raises
-    ConfigError as `choose` does.
+    node has several addresses to choose from, and ignored where it fails or hangs. Raises what
+    `choose` does.
     """
 
     def is_suitable(found: Iterable[Interface]) -> bool:
@@ -137,8 +137,8 @@ def _interfaces_by_link() -> tuple[list[Interface], list[Interface]]:
 def resolve(host: str) -> list[str]:
     """Return the numeric addresses of a host name, IPv4 first; an address stands for itself.
 
-    None at all where the name does not resolve, or the name service does not answer soon: one that
-    is down stalls a lookup for many seconds.
+    None at all where the name does not resolve, or not soon: a name service that is down stalls a
+    lookup for many seconds.
     """
     with suppress(ValueError):
         ipaddress.ip_address(host)
@@ -159,13 +159,9 @@ def group_variables(name: str, *, is_given: bool) -> dict[str, str]:
     Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
     """
     found = {"GLOO_SOCKET_IFNAME": name}
-    if is_given or not (_has_adapters() or _site_names_interface()):
+    if is_given or not (any(_ADAPTERS.glob("*")) or _site_names_interface()):
         found["NCCL_SOCKET_IFNAME"] = f"={name}"  # without "=" a prefix
     return {variable: value for variable, value in found.items() if variable not in os.environ}
-
-
-def _has_adapters() -> bool:
-    return any(_ADAPTERS.glob("*"))
 
 
 def _site_names_interface() -> bool:

@@ -316,7 +316,7 @@ def run_scalars() -> dict[str, float]:
         return {}
     scalars = {
         "restarts": float(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
-        "round": float(os.environ.get("HPC_ELASTIC_ROUND", 0)),
+        "round": float(os.environ.get(shared_page.ROUND_VARIABLE, 0)),
         "world_size": float(os.environ.get("WORLD_SIZE", 1)),
     }
     goodput = page.goodput

@@ -115,9 +115,7 @@ class SharedPage:
         self._why = page[_WHY_AT : _WHY_AT + _LONGEST_WHY]
         self._metric_names = page[_METRICS_AT:]
         self._metrics: dict[str, int] = {}
-        """The field of each metric (worker)."""
         self._has_begun = False
-        """Whether the first step is on the page (worker)."""
 
     @classmethod
     def create(cls, directory: Path, local_rank: int) -> SharedPage:
@@ -137,8 +135,6 @@ class SharedPage:
     def of(cls, directory: Path, local_rank: int) -> SharedPage:
         """Return the page that the agent has made (worker)."""
         return cls(directory / f"worker-{local_rank}")
-
-    # ---- the worker ---------------------------------------------------------------------
 
     def report(
         self,
@@ -317,8 +313,6 @@ class SharedPage:
     def goodput(self) -> float | None:
         """The share of its node's time that made new steps; None: not known yet (worker)."""
         return _given(self._floats[_GOODPUT])
-
-    # ---- the agent ----------------------------------------------------------------------
 
     def set_goodput(self, share: float) -> None:
         """Publish the share of this node's time that made new steps (agent)."""

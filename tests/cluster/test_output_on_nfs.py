@@ -12,8 +12,8 @@ import time
 import pytest
 from test_shared_folder import _possible, mounts, wait  # noqa: F401
 
-from hpc_elastic.agent import output_times
-from hpc_elastic.agent.output_times import OutputTimes
+from hpc_elastic.agent import output_files
+from hpc_elastic.agent.output_files import OutputTimes
 from hpc_elastic.report import log_files
 from hpc_elastic.report.log_files import Discovery, Follower, LogLine, Selection
 from hpc_elastic.run.directory import Entry, RunDir
@@ -77,7 +77,7 @@ def runs(request, mounts):  # noqa: F811
 @pytest.fixture
 def times(runs, monkeypatch):
     """What the writer's agent has: it looks, and sends."""
-    monkeypatch.setattr(output_times, "SYNC_S", 0.3)
+    monkeypatch.setattr(output_files, "SYNC_S", 0.3)
     made = OutputTimes([runs[0].attempt(TASK, 0) / "agent.log"])
     made.start()
     yield made

@@ -25,9 +25,8 @@ from hpc_elastic.checkpoint.node_memory import COPY_CONTEXT, NodeMemory, Receive
 from hpc_elastic.ft import messages
 from hpc_elastic.ft.checkpointing import HTTPTransport
 from hpc_elastic.ft.coordination import LighthouseServer
-from hpc_elastic.transport.connection import connect
-from hpc_elastic.transport.secret import user_secret
-from hpc_elastic.transport.signed_socket import SignedSocket
+from hpc_elastic.transport.auth import user_secret
+from hpc_elastic.transport.connection import SignedSocket, connect
 
 FILES = 1024
 KEY = b"k" * 32

@@ -8,7 +8,7 @@ from strangers import STRANGER
 from hpc_elastic.checkpoint import node_memory
 from hpc_elastic.checkpoint.node_memory import PREFIX, base_folder, remove_leftovers
 from hpc_elastic.errors import ConfigError, DamagedFileError
-from hpc_elastic.transport.secret import user_folder, user_key
+from hpc_elastic.transport.auth import user_folder, user_key
 from hpc_elastic.worker import shared_page
 
 

@@ -13,7 +13,7 @@ from hpc_elastic.errors import ConfigError, UntrustedRunError
 from hpc_elastic.ft.manager_server import open_listener
 from hpc_elastic.rendezvous import torch_handler
 from hpc_elastic.rendezvous.round_stores import open_port
-from hpc_elastic.transport import secret
+from hpc_elastic.transport import auth
 from hpc_elastic.worker import shared_page
 from hpc_elastic.worker.shared_page import SharedPage
 
@@ -137,8 +137,8 @@ def test_the_socket_of_a_replica_group_is_its_owners(shared, stranger):
 def test_the_folder_of_torchrun_is_its_owners(shared, stranger, monkeypatch):
     """The key, and the log of a step."""
     monkeypatch.setenv("HOME", str(shared))
-    folder = secret.user_folder()
-    secret.user_key(folder)
+    folder = auth.user_folder()
+    auth.user_key(folder)
     run = torch_handler._make_step_folder(folder / "torchrun", "1.0.id")
     done = stranger(_TRY_ALL, folder, folder / "key", folder / "torchrun", run.path, run.rdzv)
     assert (done.stdout, done.stderr) == ("", "")
@@ -163,7 +163,7 @@ def test_a_key_that_a_stranger_has_made_is_refused(shared, stranger, key):
     made = stranger(f"import os, sys; path = sys.argv[1]; {_GIVEN[key]}", folder / "key", empty)
     assert made.stderr == "" and os.path.lexists(folder / "key")
     with pytest.raises(PermissionError):
-        secret.user_key(folder)
+        auth.user_key(folder)
 
 
 def test_a_step_folder_that_a_stranger_has_made_is_refused(shared, stranger):

@@ -31,7 +31,7 @@ from hpc_elastic.checkpoint.node_memory import (
     remove_leftovers,
 )
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, ConfigError
-from hpc_elastic.transport.signed_socket import SignedSocket
+from hpc_elastic.transport.connection import SignedSocket
 
 KEY = b"k" * 32
 GIB = 1 << 30

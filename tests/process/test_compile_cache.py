@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from hpc_elastic.agent import compile_cache
-from hpc_elastic.agent.compile_cache import CompileCache
+from hpc_elastic.agent import worker_main
+from hpc_elastic.agent.worker_main import CompileCache
 from hpc_elastic.run.directory import RunDir
 
 CODE = """
@@ -72,11 +72,11 @@ def test_a_file_that_others_may_write_is_not_read(tmp_path, monkeypatch, caplog)
 def test_the_type_of_a_node_is_its_gpu_or_cpu(tmp_path, monkeypatch):
     """As the kernel shows them."""
     gpus, cpus = tmp_path / "gpus", tmp_path / "cpuinfo"
-    monkeypatch.setattr(compile_cache, "NVIDIA_GPUS", gpus)
-    monkeypatch.setattr(compile_cache, "_CPUS", cpus)
-    assert compile_cache.node_type() == "unknown"
+    monkeypatch.setattr(worker_main, "NVIDIA_GPUS", gpus)
+    monkeypatch.setattr(worker_main, "_CPUS", cpus)
+    assert worker_main.node_type() == "unknown"
     cpus.write_text("processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\n")
-    assert compile_cache.node_type() == "Some CPU @ 2 GHz"
+    assert worker_main.node_type() == "Some CPU @ 2 GHz"
     (gpus / "0000:3b:00.0").mkdir(parents=True)
     (gpus / "0000:3b:00.0" / "information").write_text("Model: \t\t NVIDIA H100\nIRQ:   1\n")
-    assert compile_cache.node_type() == "NVIDIA H100"
+    assert worker_main.node_type() == "NVIDIA H100"

@@ -16,7 +16,7 @@ from group import eventually
 from turns import LAST_OF_FIRST_ROUND, TURNS, take_turns
 
 from hpc_elastic import launch
-from hpc_elastic.agent.output_times import OutputTimes
+from hpc_elastic.agent.output_files import OutputTimes
 from hpc_elastic.cli.main import main
 from hpc_elastic.run.log_index import Index
 

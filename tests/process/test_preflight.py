@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from hpc_elastic import _util
 from hpc_elastic.agent import gpu_check, preflight
+from hpc_elastic.agent.node_agent import exclude_node
 from hpc_elastic.agent.preflight import (
     Preflight,
     Problem,
@@ -28,7 +29,6 @@ from hpc_elastic.agent.preflight import (
     check_gpu_arithmetic,
     check_gpus,
     check_space,
-    exclude_node,
     judge_clock,
     judge_gpus,
 )

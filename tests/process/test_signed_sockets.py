@@ -11,9 +11,9 @@ from contextlib import closing
 import pytest
 from fuzz import GREETINGS, Tap
 
-from hpc_elastic.transport import connection, signed_socket
+from hpc_elastic.transport import connection
 from hpc_elastic.transport.auth import AuthenticationError, answer_greeting, new_nonce
-from hpc_elastic.transport.signed_socket import SignedSocket, SocketServer
+from hpc_elastic.transport.connection import SignedSocket, SocketServer
 
 SECRET = b"s"
 PATIENCE_S = 20.0
@@ -174,7 +174,7 @@ def test_a_server_without_proof_gets_nothing(greeting):
 
 def test_a_message_may_not_be_longer_than_agreed(server, monkeypatch):
     """The sender sees it first, and the receiver does not keep more."""
-    monkeypatch.setattr(signed_socket, "MAX_MESSAGE_BYTES", 1000)
+    monkeypatch.setattr(connection, "MAX_MESSAGE_BYTES", 1000)
     with connect(server) as client, closing(server.accepted()) as there:
         with pytest.raises(ValueError, match="exceeds"):
             client.send({"x": "y" * 1000})

@@ -14,15 +14,14 @@ import pytest
 from group import eventually
 
 from ended import is_gone
-from hpc_elastic.agent import signals, warm_workers
+from hpc_elastic.agent import signals, task_main, warm_workers
 from hpc_elastic.agent.elastic_agent import WorkerProcess
+from hpc_elastic.agent.task_main import likely_workers, prepare_environment
 from hpc_elastic.agent.warm_workers import (
     WarmWorkerPool,
     _receive_start,
     is_compatible,
     is_training,
-    likely_workers,
-    prepare_environment,
 )
 from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
 from hpc_elastic.config.schema import AgentSettings, LocalSettings, NodeRange, RunSettings
@@ -643,7 +642,7 @@ def test_the_workers_of_a_node_are_counted_without_torch(wanted, env, num_device
 def test_threads_are_what_is_said_nearest_to_the_run(monkeypatch, setting, given, in_run, expected):
     """launcher.env, its file, the task's own environment, launcher.agent, and then a fair share."""
     monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr(warm_workers, "_GIVEN_THREADS", given)
+    monkeypatch.setattr(task_main, "_GIVEN_THREADS", given)
     launcher = LocalSettings(env=in_run, agent=AgentSettings(omp_num_threads=setting))
     spec = SimpleNamespace(
         file_env={"OMP_NUM_THREADS": "8"} if in_run else {},

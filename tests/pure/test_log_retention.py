@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from hpc_elastic.agent.log_retention import NEWEST, LogRetention, superfluous
+from hpc_elastic.agent.output_files import NEWEST, LogRetention, superfluous
 
 SUFFIXES = ("out", "out.times", "err", "err.times")
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from hpc_elastic.agent import output_times
-from hpc_elastic.agent.output_times import OutputTimes
+from hpc_elastic.agent import output_files
+from hpc_elastic.agent.output_files import OutputTimes
 from hpc_elastic.run.log_index import Index, IndexWriter, index_of
 from hpc_elastic.shared_files import Mount
 
@@ -115,7 +115,7 @@ def test_the_last_output_of_a_round_is_timed(times, tmp_path):
 
 def test_the_end_of_the_agent_is_the_last_look(times, tmp_path, monkeypatch):
     """What was written just before is timed, too."""
-    monkeypatch.setattr(output_times, "_JOIN_S", 60.0)
+    monkeypatch.setattr(output_files, "_JOIN_S", 60.0)
     out = tmp_path / "agent.log"
     keeper = times(out)
     out.write_bytes(b"hello\n")
@@ -175,13 +175,13 @@ def test_files_that_do_not_come_are_looked_for_ever_more_rarely(tmp_path, monkey
     """On a shared file system each look is a question to its server."""
     now = [0.0]
     asked = []
-    monkeypatch.setattr(output_times.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(output_files.time, "monotonic", lambda: now[0])
     keeper = OutputTimes([tmp_path / "never"])
     theirs = os.open
     monkeypatch.setattr(os, "open", lambda *a: asked.append(a) or theirs(*a))
     while now[0] < 60:
         keeper.poll()
-        now[0] += output_times.POLL_S
+        now[0] += output_files.POLL_S
     assert 20 < len(asked) < 40
 
 
@@ -196,7 +196,7 @@ def sends(monkeypatch):
         answers.wait(20)
 
     monkeypatch.setattr(Mount, "keeps_writes", True)
-    monkeypatch.setattr(output_times, "SYNC_S", 0.01)
+    monkeypatch.setattr(output_files, "SYNC_S", 0.01)
     monkeypatch.setattr(os, "fdatasync", fdatasync)
     yield SimpleNamespace(asked=asked, answers=answers)
     answers.set()

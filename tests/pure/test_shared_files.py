@@ -46,7 +46,7 @@ READ_BY_THEMSELVES = {
         "the kernel's files of processes",
     ),
     **dict.fromkeys(
-        ("agent/compile_cache.py", "agent/warm_workers.py", "checkpoint/node_memory.py",
+        ("agent/worker_main.py", "agent/warm_workers.py", "checkpoint/node_memory.py",
          "gpus.py"),
         "the kernel's files of devices, processes and memory",
     ),
@@ -63,7 +63,7 @@ READ_BY_THEMSELVES = {
     "launcher/detach.py": "a file that this process has made",
     "hpc_elastic_watch/live_pages.py": "a file of this package",
     "transport/interface.py": "the site's nccl.conf, and the user's own",
-    "transport/secret.py": "the user's key, whose owner and mode are checked",
+    "transport/auth.py": "the user's key, whose owner and mode are checked",
     **dict.fromkeys(
         ("integrations/wandb.py", "integrations/tensorboard.py", "integrations/huggingface.py"),
         "files of other libraries in folders that the script names",

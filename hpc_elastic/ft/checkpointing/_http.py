@@ -47,8 +47,8 @@ import xxhash
 
 from hpc_elastic.ft.checkpointing import _layout
 from hpc_elastic.transport.auth import AuthenticationError, FrameSigner, is_signed, sign
+from hpc_elastic.transport.connection import SocketServer
 from hpc_elastic.transport.messages import Json, read_fields
-from hpc_elastic.transport.signed_socket import SocketServer
 
 BLOCK_BYTES = 1 << 20
 """One checksum each. A block fits into a core's cache, where the sum costs little."""

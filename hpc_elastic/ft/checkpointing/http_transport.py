@@ -34,10 +34,9 @@ from hpc_elastic.ft.checkpointing.transport import (
     HealTimeoutError,
     UnusableStateError,
 )
-from hpc_elastic.transport.auth import AuthenticationError
+from hpc_elastic.transport.auth import AuthenticationError, peers_secret
+from hpc_elastic.transport.connection import connect_and_prove
 from hpc_elastic.transport.interface import own_addresses
-from hpc_elastic.transport.secret import peers_secret
-from hpc_elastic.transport.signed_socket import connect_and_prove
 
 T = TypeVar("T")
 

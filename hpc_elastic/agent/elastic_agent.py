@@ -7,7 +7,7 @@ leader, which sees all nodes: it starts another round, or ends the run. Nothing 
 
 While this node is under notice (`hpc_elastic.agent.preemption`) its workers go on, until the leader
 stops the round at a checkpoint or there is no sense in waiting. Once they are stopped, nothing that
-they have started lives on (`hpc_elastic.agent.process_cleanup`).
+they have started lives on (`hpc_elastic.agent.worker_process`).
 
 Source of the environment: https://docs.pytorch.org/docs/stable/elastic/run.html
 """
@@ -20,7 +20,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -30,13 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic._util import PASSING
-from hpc_elastic.agent import hang_watch, preemption, process_cleanup, worker_failures
+from hpc_elastic.agent import hang_watch, preemption, worker_process
 from hpc_elastic.agent.metrics import WorkerObserver, apart_workers
 from hpc_elastic.agent.output_files import LogRetention, OutputTimes
-from hpc_elastic.agent.signals import STOP, SignalError, name_of, raise_signals
+from hpc_elastic.agent.signals import STOP, SignalError, adopt_orphans, name_of, raise_signals
 from hpc_elastic.agent.stacks import process_state, stacks_file, take_stacks
 from hpc_elastic.agent.warm_workers import WarmWorkerPool, is_training
 from hpc_elastic.agent.worker_channel import WorkerChannel
+from hpc_elastic.agent.worker_process import NodeIdentity, WorkerFiles, WorkerProcess
 from hpc_elastic.checkpoint.node_memory import AgentFolder
 from hpc_elastic.config.schema import AgentSettings
 from hpc_elastic.data.batch import THROUGHPUTS_VARIABLE
@@ -70,17 +70,14 @@ _NOTICE_MAY_COME_S = 1.0
 """Slurm signals the processes of a task one after another: a worker may end before its agent has
 the signal."""
 _LOOK_FOR_NOTICE_S = 0.05
-_SLOW_EXIT_S = 10.0
-"""A process that has not ended this long after the success of its run is named."""
+_SLOW_EXIT_S = 10.0  # a process that has not ended this long after the success of its run is named
 _LEAVES_IN_S = 5.0
 _START_PAUSE_S, _LONGEST_START_PAUSE_S = 1.0, 30.0
 _START_WITHIN_S = 300.0
 """A node that cannot start its workers for so long reports that as their failure."""
 _REAP_EVERY_S = 2.0
-_KILL_WAIT_S = 5.0
-"""Longest wait for killed processes; one that hangs in the kernel is left behind."""
-_IMPORT_S = 20.0
-"""A node that comes late joins after that, even if its warm workers still import."""
+_KILL_WAIT_S = 5.0  # longest wait for killed processes; one that hangs in the kernel is left behind
+_IMPORT_S = 20.0  # a node that comes late joins after that, even if its warm workers still import
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ class AgentContext:
         replica: The node's, where its workers are one (``ft=true``).
     """
 
-    place: worker_failures.NodeIdentity
+    place: NodeIdentity
     attempt: int
     run_id: str
     command: Sequence[str]
@@ -142,15 +139,13 @@ class ElasticAgent:
         self._saves = CheckpointFailureLog(context.events.write_behind)
         self._hangs: hang_watch.HangWatch | None = None
         self._training: TrainingWatch | None = None
-        self._exits: ExitWatch | None = None
-        """From the success of the run on."""
+        self._exits: ExitWatch | None = None  # from the success of the run on
         self._awaits_leader = False
         self._refused: _RefusedStart | None = None
         self._reap_at = 0.0
         self._warm_workers = warm_workers
         self._filled = False
-        self._has_begun = True
-        """Whether the event of the first step in the round is written."""
+        self._has_begun = True  # whether the event of the first step in the round is written
         self._longest_start_s: float | None = None  # to the first step
         self._started_at = self._started_time = 0.0
         """When the workers were started, in monotonic and in Unix seconds."""
@@ -163,7 +158,7 @@ class ElasticAgent:
         if a signal has ended this agent; HpcElasticError, which names what is missing, if no round
         closed in time.
         """
-        process_cleanup.adopt_orphans()
+        adopt_orphans()
         raise_signals()
         last = STOP
         try:
@@ -178,7 +173,7 @@ class ElasticAgent:
         finally:
             self._end_workers(last)
             self._warm_workers.close()
-            process_cleanup.kill_strays()
+            worker_process.kill_strays()
 
     def _join_round(self) -> bool:
         """Wait for a place in a round; return False if there will be none for this node.
@@ -244,7 +239,7 @@ class ElasticAgent:
             _log.error("workers not started, tried again in %g s: %s", refused.pause_s, e)
             refused.pause_s = min(2 * refused.pause_s, _LONGEST_START_PAUSE_S)
             self._processes, self.pages = [], {}
-            process_cleanup.kill_strays(self._warm_workers.pids)  # those that were started
+            worker_process.kill_strays(self._warm_workers.pids)  # those that were started
         else:
             self._refused = None
 
@@ -260,7 +255,7 @@ class ElasticAgent:
             self._start_workers()
         else:
             self._awaits_leader = True
-            failure = worker_failures.describe(1, self._files(self._round.first_rank))
+            failure = worker_process.describe(1, self._files(self._round.first_rank))
             message = f"the workers of this node cannot be started: {refused.error}"
             exception = type(refused.error).__name__
             failure = replace(failure, message=message, exception=exception, exit_code=None)
@@ -312,7 +307,7 @@ class ElasticAgent:
             for files in outputs
         ]
 
-    def _environment(self, worker: worker_failures.WorkerFiles) -> dict[str, str]:
+    def _environment(self, worker: WorkerFiles) -> dict[str, str]:
         context, round_ = self._agent_context, self._round
         numbers = {
             "RANK": worker.rank, "ROLE_RANK": worker.rank, "LOCAL_RANK": worker.local_rank,
@@ -356,7 +351,7 @@ class ElasticAgent:
             if process_state(process.proc.pid) == "T":  # by a signal: only SIGKILL ends it in time
                 process.send_signal(signal.SIGKILL)
         self._end_workers()
-        process_cleanup.kill_strays(self._warm_workers.pids)
+        worker_process.kill_strays(self._warm_workers.pids)
         if self.pages and self._session.verdict is None:
             fields = last_step_fields(page.read() for page in self.pages.values())
             self._agent_context.events.write(
@@ -401,7 +396,7 @@ class ElasticAgent:
             self._check_workers()
         if time.monotonic() >= self._reap_at:
             self._reap_at = time.monotonic() + _REAP_EVERY_S
-            process_cleanup.reap_orphans({*pids.values(), *self._warm_workers.pids})
+            worker_process.reap_orphans({*pids.values(), *self._warm_workers.pids})
         return not self._session.stop_requested
 
     def _check_workers(self) -> None:
@@ -429,7 +424,7 @@ class ElasticAgent:
             self._channel = self._drain = None
             self._end_workers()
             # those hold GPU memory, which the next worker needs
-            process_cleanup.kill_strays(self._warm_workers.pids)
+            worker_process.kill_strays(self._warm_workers.pids)
             self._report(failures)
             return
         # A script may set a flag at SIGTERM, save, and return before its last step: it leaves.
@@ -463,7 +458,7 @@ class ElasticAgent:
             return
         failures = {}
         for rank in self.pages:
-            code = worker_failures.recorded_exit_code(self._files(rank))
+            code = worker_process.recorded_exit_code(self._files(rank))
             if code is not None:
                 failures[rank] = code
         failures |= self._ended_by_themselves()
@@ -478,7 +473,7 @@ class ElasticAgent:
         process. Under any notice a script may save, and end its process.
         """
         found = [
-            worker_failures.describe(code, self._files(rank), self.pages[rank].read())
+            worker_process.describe(code, self._files(rank), self.pages[rank].read())
             for rank, code in failures.items()
         ]
         have_exited = any(f.signal is None and f.exception in (None, "SystemExit") for f in found)
@@ -490,7 +485,7 @@ class ElasticAgent:
             self._session.leave_now()
             return
         self._retention.keep_round()
-        self._session.report(Failed(worker_failures.earliest(found)))
+        self._session.report(Failed(worker_process.earliest(found)))
 
     def _await_notice(self) -> None:
         deadline = time.monotonic() + _NOTICE_MAY_COME_S
@@ -513,47 +508,9 @@ class ElasticAgent:
             self._warm_workers.fill(paced=True)
             self._agent_context.stores.prepare()
 
-    def _files(self, rank: int) -> worker_failures.WorkerFiles:
+    def _files(self, rank: int) -> WorkerFiles:
         round_, place = self._round, self._agent_context.place
-        return worker_failures.WorkerFiles(place, round_.number, rank, rank - round_.first_rank)
-
-
-class WorkerProcess:
-    """The process of a worker, which may have been a warm worker."""
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        files: worker_failures.WorkerFiles,
-        warm_workers: WarmWorkerPool,
-    ) -> None:
-        self.local_rank = files.local_rank
-        self._end_requested = False
-        with files.out.open("wb") as out, files.err.open("wb") as err:
-            outputs = [out.fileno(), err.fileno()]
-            warm = warm_workers.take_worker(self.local_rank, command, env, outputs)
-            self.proc = warm or subprocess.Popen(
-                command, env=env, stdout=out, stderr=err, start_new_session=True
-            )
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send the worker, and its process group, a signal that is to end it."""
-        if self.proc.poll() is None:
-            self._end_requested = True
-            with suppress(ProcessLookupError):  # it has ended since, as its peers have
-                os.killpg(self.proc.pid, number)
-
-    def has_ended(self, deadline: float) -> bool:
-        """Return whether the process ends until a time (monotonic)."""
-        with suppress(subprocess.TimeoutExpired):
-            self.proc.wait(max(0.0, deadline - time.monotonic()))
-        return self.proc.poll() is not None
-
-    @property
-    def own_exit_code(self) -> int | None:
-        """The exit code of a worker that has ended by itself; None if it has not."""
-        return None if self._end_requested else self.proc.poll()
+        return WorkerFiles(place, round_.number, rank, rank - round_.first_rank)
 
 
 class ExitWatch:

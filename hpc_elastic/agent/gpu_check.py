@@ -23,8 +23,7 @@ import torch
 
 _SIZE = 1024
 _MEASURED_S, _SLOW = 0.2, 0.7
-_ROUNDED = 2**-7, 1.0
-"""Relative and absolute tolerance of sums that are rounded to bfloat16."""
+_ROUNDED = 2**-7, 1.0  # relative and absolute tolerance of sums that are rounded to bfloat16
 
 
 def problem_of(devices: Sequence[torch.device]) -> str | None:

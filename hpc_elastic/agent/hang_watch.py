@@ -32,7 +32,7 @@ from functools import partial
 from pathlib import Path
 
 from hpc_elastic.agent import stacks
-from hpc_elastic.agent.worker_failures import WorkerFiles
+from hpc_elastic.agent.worker_process import WorkerFiles
 from hpc_elastic.config.schema import AgentSettings
 from hpc_elastic.rendezvous import hang_diagnosis
 from hpc_elastic.rendezvous.log_entry import Agent
@@ -270,8 +270,7 @@ LIMIT_FACTOR = 10.0
 ASSUMED_START_S = 1800.0
 """gloo gives up a connection or a collective after this time."""
 _REMEMBERED = 101
-_ASLEEP_S = 5.0
-"""An agent that looks less often was suspended meanwhile."""
+_ASLEEP_S = 5.0  # an agent that looks less often was suspended meanwhile
 
 
 @dataclass(frozen=True)
@@ -476,8 +475,7 @@ def describe_place(frames: Sequence[Frame]) -> str:
 
 WITHIN_S = 10.0
 """Below `rendezvous.hang_diagnosis.ANSWER_S`, with time for a failure of py-spy."""
-_PAUSES_S = (0.3, 0.5, 0.8)
-"""Pauses between the samples of a stack."""
+_PAUSES_S = (0.3, 0.5, 0.8)  # pauses between the samples of a stack
 
 
 @dataclass

@@ -27,7 +27,7 @@ from hpc_elastic.agent.preflight import Preflight, Problem
 from hpc_elastic.agent.signals import SignalError, SignalPipe
 from hpc_elastic.agent.task_main import Task, prepare_environment, worker_command
 from hpc_elastic.agent.warm_workers import WarmWorkerPool
-from hpc_elastic.agent.worker_failures import NodeIdentity
+from hpc_elastic.agent.worker_process import NodeIdentity
 from hpc_elastic.checkpoint.node_memory import AgentFolder
 from hpc_elastic.config.schema import Nproc
 from hpc_elastic.data.batch import THROUGHPUT_UNIT
@@ -65,8 +65,7 @@ _log = logging.getLogger(__name__)
 
 TAKEN = 128 + signal.SIGTERM
 _UNFIT_AWAY_S = 10.0
-_GONE_S = 60.0
-"""Time after which another machine may have the name of a node that went away."""
+_GONE_S = 60.0  # time after which another machine may have the name of a node that went away
 _COUNT_S = 120.0
 
 
@@ -196,8 +195,7 @@ class NodeAgent:
         self._notifier = Notifier(task.run, task.spec, events.write)
         self._notices = notices
         settings = task.spec.settings
-        self._queue: QueuePolicy | None = None
-        """What the queue lets the run do; None without Slurm."""
+        self._queue: QueuePolicy | None = None  # what the queue lets the run do; None without Slurm
         if settings.backend == "slurm":
             self._queue = QueuePolicy(
                 task.run, task.spec, task.slurm.partition, SlurmClient(), note=events.write

@@ -44,10 +44,8 @@ SYNC_S = 2.0
 """Seconds between two synchronisations."""
 _SYNC_SHARE = 10
 """A slow server is used less often: synchronisation takes at most a tenth of the time."""
-_SYNC_AT_LEAST_S = 30.0
-"""About the interval at which a client sends by itself."""
-_JOIN_S = 1.0
-"""Longest wait at the end, in case the file system hangs."""
+_SYNC_AT_LEAST_S = 30.0  # about the interval at which a client sends by itself
+_JOIN_S = 1.0  # longest wait at the end, in case the file system hangs
 
 
 class OutputTimes:

@@ -154,13 +154,11 @@ def why_leave_now(
     return None
 
 
-_LOOK_AGAIN_S = 2.0
-"""The end of the wall time is asked for once more, so long before the notice."""
+_LOOK_AGAIN_S = 2.0  # the end of the wall time is asked for once more, so long before the notice
 _ASK_SILENT_S = 60.0
 _COMMAND_EVERY_S, _COMMAND_S = 5.0, 10.0
 """Pause between two calls of ``notice_command``, and how long one may take."""
-_SOONER_S = 1.0
-"""A deadline that has come nearer by less is not sent again."""
+_SOONER_S = 1.0  # a deadline that has come nearer by less is not sent again
 
 
 class PreemptionState:
@@ -303,8 +301,7 @@ class PreemptionWatcher:
             self._plan(self._started_at + scheduler.known_left_s)
         else:
             self._ask_at = self._started_at + random.uniform(0.0, scheduler.first_spread_s)
-        self._lock = threading.RLock()
-        """Held to read or change when a query and the notice are due."""
+        self._lock = threading.RLock()  # held to read or change when a query and the notice are due
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="notices", daemon=True)
 

@@ -37,8 +37,7 @@ SKEW_S = 60.0
 _LOG_BYTES = 64 << 20
 _SHM, _SHM_BYTES = Path("/dev/shm"), 16 << 20
 _GPU_CHECK_S = 120.0
-_WAIT_S = 5.0
-"""Longest wait after the imports for checks without a GPU; those of GPUs get more."""
+_WAIT_S = 5.0  # longest wait after the imports for checks without a GPU; those of GPUs get more
 _SIZE = 192
 _WIDTH, _WIDEST = "pcie.link.width.current", "pcie.link.width.max"
 _SIGNS = {

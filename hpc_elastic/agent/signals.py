@@ -30,7 +30,7 @@ from typing import Any
 
 from hpc_elastic._util import readable
 
-_PR_SET_PDEATHSIG = 1  # prctl(2)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Slurm's own, and those that a user may choose as ``launcher.preempt_signal``."""
 
@@ -92,6 +92,11 @@ def end_with_agent(agent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != agent:  # it died before the request
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent dies (agent, before its first worker)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_children() -> None:

@@ -36,8 +36,7 @@ ASK = signal.SIGRTMAX - 9
 _SETTLED_S = 0.05
 _WRITTEN_WITHIN_S = 2.0
 _PY_SPY_WITHIN_S = 5.0
-_RECORD = "_dump_nccl_trace_json"
-"""torch's private function; a build without NCCL has none."""
+_RECORD = "_dump_nccl_trace_json"  # torch's private function; a build without NCCL has none
 _ANSWERED_WITHIN_S = 1.0
 
 

@@ -48,10 +48,8 @@ from hpc_elastic.worker.shared_page import AGENT_VARIABLE
 
 _OPEN_FILES = 1 << 16
 _THREADS = "OMP_NUM_THREADS"
-_GIVEN_THREADS = os.environ.get(_THREADS)
-"""The user's own value, before anything is set here."""
-_CPUS_PER_WARMING = 8
-"""CPUs for each process that may import while the workers train."""
+_GIVEN_THREADS = os.environ.get(_THREADS)  # the user's own value, before anything is set here
+_CPUS_PER_WARMING = 8  # CPUs for each process that may import while the workers train
 
 
 @dataclass(frozen=True)
@@ -64,8 +62,7 @@ class Task:
     slurm: SlurmEnvironment
 
     is_coallocated: bool = False
-    num_in_array: int = 1
-    """How many tasks the array has, of all its runs."""
+    num_in_array: int = 1  # how many tasks the array has, of all its runs
     superseded: bool = False
     """Whether another task has its place: the run was resumed, or no record names this one."""
 
@@ -287,10 +284,8 @@ def _leave_coallocated_job(task: Task) -> None:
         )
 
 
-_JOIN_S = 2.0
-"""A file system that hangs does not keep the task from its end."""
-_MOST = 10_000
-"""At most this many records wait for one that hangs; later ones are lost."""
+_JOIN_S = 2.0  # a file system that hangs does not keep the task from its end
+_MOST = 10_000  # at most this many records wait for one that hangs; later ones are lost
 
 _Queue = SimpleQueue[logging.LogRecord | None]
 

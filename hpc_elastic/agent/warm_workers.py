@@ -21,7 +21,7 @@ not, each imports for itself:
     fork to agent          its process id, on that socket; from then on it is any warm worker
 
 A fork is a child of the agent, as a process that the agent has started: the process between it and
-the parent ends at once, and the agent adopts orphans (`process_cleanup`).
+the parent ends at once, and the agent adopts orphans (`signals.adopt_orphans`).
 
 Settings that a process reads only at its start cannot be sent: `is_compatible` compares them, and
 if they differ a new process is started instead.
@@ -68,14 +68,12 @@ from hpc_elastic.worker.shared_page import WARM_WORKER_VARIABLE
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
-_KILL_WAIT_S = 5.0
-"""Longest wait for a killed process; one that hangs in the kernel is left behind."""
+_KILL_WAIT_S = 5.0  # longest wait for a killed process; one that hangs in the kernel is left behind
 _IMPORTED_WITHIN_S = 60.0
 """Several workers wait this long for the only process of their node that imports, and a thread of
 the agent with them; a process for each would take longer."""
 _FORKED_WITHIN_S = 5.0
-_PARENT = -1
-"""The slot of the process that forks the others."""
+_PARENT = -1  # the slot of the process that forks the others
 _FORK = b"f"
 
 
@@ -118,8 +116,7 @@ class WarmWorkerPool:
         self._workers: dict[int, _WarmWorker] = {}
         self._missing: list[int] = []
         self._paced = False
-        self._dead: list[int] = []
-        """Exit codes that `maintain` has not returned yet."""
+        self._dead: list[int] = []  # exit codes that `maintain` has not returned yet
         self._warned: set[str] = set()
 
     def fill(self, *, paced: bool) -> None:
@@ -247,9 +244,7 @@ class WarmWorkerPool:
             with theirs, contextlib.ExitStack() as on_error:
                 on_error.callback(ours.close)
                 if parent is not None:
-                    from hpc_elastic.agent.process_cleanup import adopt_orphans
-
-                    adopt_orphans()
+                    signals.adopt_orphans()
                     socket.send_fds(parent.channel, [_FORK], [theirs.fileno()])
                     theirs.close()
                     ours.settimeout(_FORKED_WITHIN_S)
@@ -305,8 +300,7 @@ def _cwd() -> Path | None:
 
 
 _OUTPUTS = (1, 2)
-_PAUSE_FACTOR = 2.0
-"""Seconds of pause for each second of CPU time."""
+_PAUSE_FACTOR = 2.0  # seconds of pause for each second of CPU time
 _SLICE_S = 0.005
 _ALSO_IMPORTED = {"torch": ("torch._dynamo", "hpc_elastic.checkpoint.checkpointer")}
 """The first optimizer of a process imports the first one, which takes as long as torch itself."""
@@ -317,8 +311,7 @@ _READ_AT_START = (
 )
 _READ_LATER = ("TORCHELASTIC_", "TORCH_NCCL_")
 """The agent sets such variables for each worker; a process group reads them at its creation."""
-_NOT_INITIALIZED = 3
-"""CUDA_ERROR_NOT_INITIALIZED: nothing has called cuInit."""
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED: nothing has called cuInit
 _in_time = {"CUDA_", "TORCHINDUCTOR_CACHE_DIR"}
 
 

@@ -27,10 +27,8 @@ Rule = Callable[[CheckpointRequest, WorkerStatus], bool | None]
 SEEN_AFTER_S = 0.005
 """A store into a page is visible to every core long before."""
 
-_PACE_S = 3.0
-"""The pace of the workers is measured over this long."""
-_SHORTEST_S = 1.0
-"""Over less it would be a matter of chance."""
+_PACE_S = 3.0  # the pace of the workers is measured over this long
+_SHORTEST_S = 1.0  # over less it would be a matter of chance
 
 
 def can_save_at(request: CheckpointRequest, worker: WorkerStatus) -> bool | None:

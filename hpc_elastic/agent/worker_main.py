@@ -65,8 +65,7 @@ _ADAPTERS = {
 """Modules of frameworks, and what makes a script that imports them elastic, a layer above."""
 _MAIN_NAMES = ("__main__", "__mp_main__")
 _LIBRARY = re.compile(r"/site-packages/|/dist-packages/|/lib(64)?/python3[^/]*/|^<")
-_LONGEST_TEXT = 1000
-"""Characters that are kept of what JSON cannot hold."""
+_LONGEST_TEXT = 1000  # characters that are kept of what JSON cannot hold
 
 
 def main(argv: list[str]) -> int:
@@ -263,8 +262,7 @@ class CompileCache:
         self._file = run.compiled / re.sub(r"[^\w.+-]", "_", name)
         self._is_first_node = os.environ.get("GROUP_RANK") == "0"
         self._next_step = 1
-        self._stored: Any = None
-        """What the file holds, as far as this worker knows."""
+        self._stored: Any = None  # what the file holds, as far as this worker knows
 
     def load(self) -> None:
         """Put the graphs of earlier workers into this node's folder, where torch finds them."""

@@ -127,8 +127,7 @@ class ServerHandshake:
     """The server's part of a handshake: send `greeting`, `read` two lines, send `WELCOME`."""
 
     def __init__(self, secret: bytes, context: object) -> None:
-        self.signer: FrameSigner
-        """Set once `read` has returned the hello."""
+        self.signer: FrameSigner  # set once `read` has returned the hello
         self._key_of = partial(session_key, secret, context, nonce := new_nonce())
         self._unproved: FrameSigner | None = None
         self.greeting = text_of({"nonce": nonce}) + b"\n"

@@ -295,8 +295,7 @@ class Listener:
         self._unproved: dict[ServerConnection, None] = {}
         """Those that are neither authenticated nor being ended, the oldest first."""
         self._opening: set[asyncio.Task[None]] = set()
-        self.num_refused = 0
-        """Connections that have ended without being authenticated."""
+        self.num_refused = 0  # connections that have ended without being authenticated
 
     @property
     def port(self) -> int:
@@ -403,8 +402,7 @@ class Listener:
             connection.abort("too many unauthenticated connections")
 
 
-_PROBE_TERM = 0
-"""Context of a probe's handshake: the terms of leaders begin with 1."""
+_PROBE_TERM = 0  # context of a probe's handshake: the terms of leaders begin with 1
 _ATTEMPT_S, _NEXT_ATTEMPT_S = 1.5, 0.5
 
 

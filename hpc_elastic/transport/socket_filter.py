@@ -30,11 +30,9 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _SO_ATTACH_FILTER = 26
 _LD_WORD, _LD_BYTE, _AND, _SHIFT, _EQUAL, _JUMP, _RETURN = 0x20, 0x30, 0x54, 0x74, 0x15, 0x05, 0x06
-_HEADER = 0xFFF00000
-"""Offset of the network header (SKF_NET_OFF)."""
+_HEADER = 0xFFF00000  # offset of the network header (SKF_NET_OFF)
 _PASS, _DROP = 0xFFFFFFFF, 0
-_FARTHEST = 250
-"""Instructions that a conditional jump skips at most are a few more."""
+_FARTHEST = 250  # instructions that a conditional jump skips at most are a few more
 _WATCH_S = 0.5
 
 

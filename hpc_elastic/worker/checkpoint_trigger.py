@@ -32,15 +32,12 @@ from hpc_elastic.worker import process_group
 from hpc_elastic.worker.reporting import own_page
 from hpc_elastic.worker.shared_page import SharedPage
 
-_FIRST_AFTER_S = 30.0
-"""With an overhead, what a checkpoint costs is not known before the first one."""
+_FIRST_AFTER_S = 30.0  # with an overhead, what a checkpoint costs is not known before the first one
 _DEFAULT_OVERHEAD = 0.02
 _ASK_AGAIN_S = 10.0
-_AGREE_EVERY_S = 1.0
-"""Outside a run, the ranks agree about so often, by the clock of rank 0."""
+_AGREE_EVERY_S = 1.0  # outside a run, the ranks agree about so often, by the clock of rank 0
 _SMOOTHING = 0.1
-_MOST_PERIODS = 64
-"""A script whose period changes all the time has no more of them."""
+_MOST_PERIODS = 64  # a script whose period changes all the time has no more of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +85,7 @@ class Clock:
         self._saved_at = dict[Period, float]()
         self._last_saved_at = self._called_at = now
         self._at_step: int | None = None
-        self._due_now = set[Period]()
-        """The periods for which a checkpoint is made at this step."""
+        self._due_now = set[Period]()  # the periods for which a checkpoint is made at this step
         self._saving = False
         self._step_s: float | None = None
 
@@ -154,8 +150,7 @@ class PeriodDecision:
         self._agreed = dict[Period, tuple[int, int, float]]()
         """Outside a run: the step at which the ranks agreed last, that at which they do so again,
         and the time."""
-        self._is_agreed = False
-        """Whether all ranks save at the present step."""
+        self._is_agreed = False  # whether all ranks save at the present step
 
     def at(self, step: int, period: Period, now: float) -> bool:
         """Decide whether to save after this step; every rank decides the same."""
@@ -204,8 +199,7 @@ class _Own:
 
     decision: PeriodDecision | None = None
     rule: Callable[[int, bool, bool], bool] | None = None
-    clock = Clock(0.0)
-    """Of the rule."""
+    clock = Clock(0.0)  # of the rule
 
 
 def set_checkpoint_policy(rule: Callable[[int, bool, bool], bool] | None) -> None:

@@ -136,8 +136,7 @@ class GroupCheck:
     Without one, each trains a model of its own, and all write the same files.
     """
 
-    _OTHERS = ("horovod", "mpi4py.MPI")
-    """Modules that make groups of their own."""
+    _OTHERS = ("horovod", "mpi4py.MPI")  # modules that make groups of their own
 
     def __init__(self, world_size: int, is_required: bool) -> None:
         self._world_size = world_size

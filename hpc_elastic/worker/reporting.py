@@ -29,8 +29,7 @@ _log = logging.getLogger(__name__)
 _may_be_named = lru_cache(64)(re.compile(r"[A-Za-z0-9_./-]{1,40}").fullmatch)
 _COUNTS = {"step": 0, "samples": 0, "total_steps": 1}
 """Arguments of `report` that are whole numbers, with the least of each."""
-_MOST = 2**63 - 1
-"""The largest number that fits on the page."""
+_MOST = 2**63 - 1  # the largest number that fits on the page
 
 
 class _CopiesFromGpu:
@@ -66,18 +65,15 @@ class _Reporter:
     by_user = False
     save_is_last = False
     stops_on_bad_loss = False
-    is_full = False
-    """Whether there was no room for a metric."""
+    is_full = False  # whether there was no room for a metric
     restored: int | None = None
     """The step of the last checkpoint that was restored; None if there is none."""
 
     def __init__(self) -> None:
         self.when_returned: list[Callable[[], object]] = []
         self.copies = _CopiesFromGpu()
-        self.seen = set[str]()
-        """Keys that were reported before."""
-        self.left_out = set[str]()
-        """Keys with a value that was left out, and named in a warning."""
+        self.seen = set[str]()  # keys that were reported before
+        self.left_out = set[str]()  # keys with a value that was left out, and named in a warning
 
 
 _reporter = _Reporter()

@@ -56,13 +56,11 @@ _NEXT_CHECKPOINT = (1 << _STEP_BITS) - 1
     _RESTORE_S, _BLOCKED_S, _COUNTED, _PULSE, _BUSY, _BUSY_S, _GOODPUT, _UNSAVED, _NUM_UNSAVED,
     _WHY_BYTES, _STORED, _RETURNED, _AGREED, _SAVE_S, _GROUP, _BAD_STEP, _BAD_LOSS,
 ) = range(35)  # fmt: skip
-_FIRST_METRIC, MOST_METRICS = 64, 16
-"""The fields of the script's own metrics."""
+_FIRST_METRIC, MOST_METRICS = 64, 16  # the fields of the script's own metrics
 _METRICS_BYTES = 63
 _WHY_AT, _LONGEST_WHY = 2048, 1024
 """Where on the page stands why a checkpoint was not written, and its bytes at most."""
-_METRICS_AT = 3072
-"""Where the names of the metrics stand, a line each."""
+_METRICS_AT = 3072  # where the names of the metrics stand, a line each
 _COUNTS = {
     "step": _STEP, "samples": _SAMPLES, "total_steps": _TOTAL, "boundary": _BOUNDARY,
     "passed": _PASSED, "agreed": _AGREED, "first_step": _FIRST, "restored": _RESTORED,
@@ -375,55 +373,36 @@ class WorkerStatus:
     step: int | None
     samples: int | None
     loss: float | None
-    step_time: float | None
-    """Unix seconds at which ``step`` was reported."""
+    step_time: float | None  # Unix seconds at which ``step`` was reported
     total_steps: int | None
-    boundary: int | None
-    """The last step whose checkpoint was announced."""
-    paused: int
-    """The number of the request for which the worker stays there; 0 if it does not."""
-    passed: int | None = None
-    """The last step at which it asked whether to save."""
-    waiting: int = 0
-    """The number of the last request for whose confirmation it waited, or waits."""
-    agreed: int | None = None
-    """The last step at which a confirmed request made it save."""
-    wanted: int = 0
-    """How often it has asked for a checkpoint of the group."""
-    leave_by: float | None = None
-    """Monotonic seconds by which the script wants its node to be left."""
-    first_step: int | None = None
-    """The first step that it has made, beyond what it restored."""
-    first_time: float | None = None
-    """Unix seconds at which ``first_step`` was reported."""
-    restored: int | None = None
-    """The step of the checkpoint that it restored."""
+    boundary: int | None  # the last step whose checkpoint was announced
+    paused: int  # the number of the request for which the worker stays there; 0 if it does not
+    passed: int | None = None  # the last step at which it asked whether to save
+    waiting: int = 0  # the number of the last request for whose confirmation it waited, or waits
+    agreed: int | None = None  # the last step at which a confirmed request made it save
+    wanted: int = 0  # how often it has asked for a checkpoint of the group
+    leave_by: float | None = None  # monotonic seconds by which the script wants its node to be left
+    first_step: int | None = None  # the first step that it has made, beyond what it restored
+    first_time: float | None = None  # Unix seconds at which ``first_step`` was reported
+    restored: int | None = None  # the step of the checkpoint that it restored
     restore_s: float | None = None
     """Seconds that it took to look for a checkpoint and to restore it."""
-    blocked_s: float = 0.0
-    """Seconds for which checkpoints have held up its training, all together."""
+    blocked_s: float = 0.0  # seconds for which checkpoints have held up its training, all together
     counted: bool = False
     """The script reports no steps: they are counted, from what was restored on, else from 0."""
-    pulse: int = 0
-    """How often it has reported anything: a sign of life, whatever the step."""
-    busy_s: float = 0.0
-    """Seconds that ended operations other than steps took, all together."""
-    num_unsaved: int = 0
-    """How many of its checkpoints could not be written."""
-    unsaved: int | None = None
-    """The step of the last one of those."""
-    stored: int | None = None
-    """The last step whose checkpoint it has seen in the directory."""
+    pulse: int = 0  # how often it has reported anything: a sign of life, whatever the step
+    busy_s: float = 0.0  # seconds that ended operations other than steps took, all together
+    num_unsaved: int = 0  # how many of its checkpoints could not be written
+    unsaved: int | None = None  # the step of the last one of those
+    stored: int | None = None  # the last step whose checkpoint it has seen in the directory
     save_s: float | None = None
     """Seconds that this checkpoint took, from the copy of the state to its commit."""
     returned: bool = False
     """Whether the user's function has returned: the only sign that the worker has succeeded."""
     group: int | None = None
     """The size of its process group at its last optimizer step that was checked; 0: it has none."""
-    bad_step: int | None = None
-    """The step at which it first reported a loss that is not finite."""
-    bad_loss: str = ""
-    """That loss, ``nan`` or ``inf``."""
+    bad_step: int | None = None  # the step at which it first reported a loss that is not finite
+    bad_loss: str = ""  # that loss, ``nan`` or ``inf``
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The script's own metrics that are finite: others have no JSON form."""
     busy: int = 0

@@ -20,13 +20,12 @@ from hpc_elastic.agent.elastic_agent import (
     ElasticAgent,
     ExitWatch,
     TrainingWatch,
-    WorkerProcess,
     first_step_fields,
 )
 from hpc_elastic.agent.preemption import PreemptionState
 from hpc_elastic.agent.signals import STOP, SignalError
 from hpc_elastic.agent.warm_workers import WarmWorkerPool
-from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
+from hpc_elastic.agent.worker_process import NodeIdentity, WorkerFiles, WorkerProcess
 from hpc_elastic.config.schema import AgentSettings
 from hpc_elastic.rendezvous.messages import Finished, PreemptionNotice
 from hpc_elastic.run.events import EventLog
@@ -73,7 +72,7 @@ def training(tmp_path: Path, monkeypatch) -> ElasticAgent:
     agent.pages = {3: SharedPage.create(tmp_path, 0)}
     monkeypatch.setattr(module.time, "monotonic", lambda: 101.0)
     # the children of this process are other tests'
-    monkeypatch.setattr(module.process_cleanup, "kill_strays", lambda *_: None)
+    monkeypatch.setattr(module.worker_process, "kill_strays", lambda *_: None)
     return agent
 
 
@@ -101,8 +100,8 @@ def test_warm_workers_are_made_after_a_while_where_no_step_is_reported(training,
 def test_nothing_outlives_the_agent(training, monkeypatch):
     """However its run ends: with a signal, say."""
     ended = []
-    monkeypatch.setattr(module.process_cleanup, "adopt_orphans", lambda: None)
-    monkeypatch.setattr(module.process_cleanup, "kill_strays", lambda: ended.append(True))
+    monkeypatch.setattr(module, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(module.worker_process, "kill_strays", lambda: ended.append(True))
 
     def taken(*_):
         raise SignalError(signal.SIGQUIT)
@@ -469,7 +468,7 @@ def test_a_start_that_the_system_refuses_is_tried_again(training, monkeypatch, w
         notices=SimpleNamespace(current=None),
     )  # fmt: skip
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(module.process_cleanup, "kill_strays", lambda _: 0)
+    monkeypatch.setattr(module.worker_process, "kill_strays", lambda _: 0)
     agent._start_workers()
     if way == "notice":
         agent._agent_context.notices.current = "a notice"
@@ -488,7 +487,7 @@ def test_a_start_that_the_system_refuses_is_tried_again(training, monkeypatch, w
 def test_a_start_in_a_removed_directory_waits_for_the_end_of_the_run(training, monkeypatch):
     """The leader ends it, with the reason; a traceback of this node would hide that."""
     training._start_once = Mock(side_effect=FileNotFoundError(errno.ENOENT, "tasks/round-1.out"))
-    monkeypatch.setattr(module.process_cleanup, "kill_strays", lambda _: 0)
+    monkeypatch.setattr(module.worker_process, "kill_strays", lambda _: 0)
     training._refused = None
     training._start_workers()
     assert "round-1.out" in str(training._refused.error)

@@ -11,7 +11,7 @@ AGENT = textwrap.dedent(
     """
     import json, os, subprocess, sys, time
     import psutil
-    from hpc_elastic.agent import process_cleanup
+    from hpc_elastic.agent import signals, worker_process
 
     WORKER = '''
     import os, subprocess, sys, time
@@ -30,7 +30,7 @@ AGENT = textwrap.dedent(
     def start(*argv, **options):
         return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, **options)
 
-    process_cleanup.adopt_orphans()
+    signals.adopt_orphans()
     own = start("sleep", "3600")
     warm = start("sh", "-c", "sleep 3600 & echo ready; wait", start_new_session=True)
     worker = start(sys.executable, "-c", WORKER, start_new_session=True)
@@ -42,18 +42,18 @@ AGENT = textwrap.dedent(
                       if p.status() != "zombie"}
     kept = {own.pid, warm.pid, *(p.pid for p in psutil.Process(warm.pid).children())}
     num_left = len(family() - kept)
-    ended = process_cleanup.kill_strays(keep=[warm.pid])
+    ended = worker_process.kill_strays(keep=[warm.pid])
     others = start("true")  # as of a site's wrapper: nobody waits for it
     time.sleep(0.2)
     orphan = start("sh", "-c", "sleep 0.01 & exit 0", start_new_session=True)
     orphan.wait()
     deadline = time.monotonic() + 30
     while len(psutil.Process().children()) > 3 and time.monotonic() < deadline:
-        process_cleanup.reap_orphans({warm.pid})
+        worker_process.reap_orphans({warm.pid})
         time.sleep(0.01)
     print(json.dumps([num_left, ended, family() == kept, len(psutil.Process().children())]))
     others.wait()
-    print(json.dumps([process_cleanup.kill_strays(), own.poll(), len(family())]))
+    print(json.dumps([worker_process.kill_strays(), own.poll(), len(family())]))
     own.kill()
     """
 )
@@ -75,7 +75,7 @@ def test_everything_that_descends_from_a_worker_is_ended():
 HAMPERED_AGENT = textwrap.dedent(
     """
     import builtins, contextlib, io, os, subprocess, sys
-    from hpc_elastic.agent import process_cleanup
+    from hpc_elastic.agent import signals, worker_process
 
     WORKER = '''
     import subprocess, sys, time
@@ -84,7 +84,7 @@ HAMPERED_AGENT = textwrap.dedent(
     time.sleep(3600)
     '''
 
-    process_cleanup.adopt_orphans()
+    signals.adopt_orphans()
     worker = subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True,
                               start_new_session=True)
     child = int(worker.stdout.readline())
@@ -118,7 +118,7 @@ ENDS_MEANWHILE = textwrap.dedent(
 COUNTED = textwrap.dedent(
     """
     try:
-        print(process_cleanup.kill_strays())
+        print(worker_process.kill_strays())
     finally:
         builtins.open = io.open = read
         with contextlib.suppress(FileNotFoundError):
@@ -145,19 +145,19 @@ def test_descendants_are_found_whatever_else_can_not_be_looked_at(obstacle, num_
 BUSY_AGENT = textwrap.dedent(
     """
     import subprocess, threading
-    from hpc_elastic.agent import process_cleanup
+    from hpc_elastic.agent import signals, worker_process
 
     def ask_slurm():
         for _ in range(300):
             codes.append(subprocess.run(["true"]).returncode)
 
     codes = []
-    process_cleanup.adopt_orphans()
+    signals.adopt_orphans()
     threads = [threading.Thread(target=ask_slurm) for _ in range(2)]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        process_cleanup.reap_orphans(())
+        worker_process.reap_orphans(())
     print(set(codes))
     """
 )

@@ -15,7 +15,6 @@ from group import eventually
 
 from ended import is_gone
 from hpc_elastic.agent import signals, task_main, warm_workers
-from hpc_elastic.agent.elastic_agent import WorkerProcess
 from hpc_elastic.agent.task_main import likely_workers, prepare_environment
 from hpc_elastic.agent.warm_workers import (
     WarmWorkerPool,
@@ -23,7 +22,7 @@ from hpc_elastic.agent.warm_workers import (
     is_compatible,
     is_training,
 )
-from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
+from hpc_elastic.agent.worker_process import NodeIdentity, WorkerFiles, WorkerProcess
 from hpc_elastic.config.schema import AgentSettings, LocalSettings, NodeRange, RunSettings
 from hpc_elastic.run.directory import Entry, RunDir
 from hpc_elastic.slurm.environment import as_worker

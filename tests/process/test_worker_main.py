@@ -22,14 +22,14 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from hpc_elastic.agent.worker_failures import (
+from hpc_elastic.agent.worker_main import _enter, after_import, load_function, to_json
+from hpc_elastic.agent.worker_process import (
     NodeIdentity,
     WorkerFiles,
     describe,
     earliest,
     recorded_exit_code,
 )
-from hpc_elastic.agent.worker_main import _enter, after_import, load_function, to_json
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rendezvous.log_entry import Failure, is_secondary
 from hpc_elastic.rendezvous.messages import Failed

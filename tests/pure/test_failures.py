@@ -3,7 +3,7 @@
 import os
 import signal
 
-from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles, describe
+from hpc_elastic.agent.worker_process import NodeIdentity, WorkerFiles, describe
 from hpc_elastic.rendezvous.log_entry import Failure, first_failure
 
 

@@ -22,7 +22,7 @@ from hpc_elastic.agent.hang_watch import (
     parse_main_thread,
     waiting_collective,
 )
-from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
+from hpc_elastic.agent.worker_process import NodeIdentity, WorkerFiles
 from hpc_elastic.config.schema import AgentSettings
 from hpc_elastic.rendezvous.hang_diagnosis import ANSWER_S
 from hpc_elastic.worker.shared_page import WorkerStatus

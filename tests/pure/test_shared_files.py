@@ -13,7 +13,7 @@ import pytest
 
 import hpc_elastic
 from hpc_elastic import shared_files
-from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles, describe
+from hpc_elastic.agent.worker_process import NodeIdentity, WorkerFiles, describe
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.term import RunFiles
 from hpc_elastic.run.directory import RunDir, Submission

@@ -34,6 +34,7 @@ from hpc_elastic.agent.metrics import WorkerObserver, apart_workers
 from hpc_elastic.agent.output_files import LogRetention, OutputTimes
 from hpc_elastic.agent.signals import STOP, SignalError, adopt_orphans, name_of, raise_signals
 from hpc_elastic.agent.stacks import process_state, stacks_file, take_stacks
+from hpc_elastic.agent.task_main import Task, worker_command
 from hpc_elastic.agent.warm_workers import WarmWorkerPool, is_training
 from hpc_elastic.agent.worker_channel import WorkerChannel
 from hpc_elastic.agent.worker_process import NodeIdentity, WorkerFiles, WorkerProcess
@@ -48,8 +49,8 @@ from hpc_elastic.rendezvous.messages import Failed, Finished, PreemptionNotice, 
 from hpc_elastic.rendezvous.replica_state import results_of
 from hpc_elastic.rendezvous.round_stores import CONNECT_S, RoundStores
 from hpc_elastic.rendezvous.session import Session
+from hpc_elastic.rendezvous.task_recovery import longest_join_s
 from hpc_elastic.run import fencing
-from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.slurm.environment import as_worker, of_slot
 from hpc_elastic.slurm.exit_action import Reason
@@ -86,26 +87,19 @@ class AgentContext:
 
     Attributes:
         nproc: The number of workers.
-        join_timeout_s: The longest wait for a round.
         control: Folder of the control pages, in memory.
         is_command: Whether the workers run a command, which succeeds by its exit code.
         replica: The node's, where its workers are one (``ft=true``).
     """
 
+    task: Task
     place: NodeIdentity
-    attempt: int
-    run_id: str
-    command: Sequence[str]
     nproc: int
-    max_restarts: int
-    join_timeout_s: float
     stores: RoundStores
     control: AgentFolder
-    run: RunDir
     settings: AgentSettings
     notices: preemption.PreemptionState
     events: EventLog
-    is_local: bool
     is_command: bool
     replica: Replica | None
     times: OutputTimes
@@ -128,7 +122,7 @@ class ElasticAgent:
     def __init__(
         self, session: Session, context: AgentContext, warm_workers: WarmWorkerPool
     ) -> None:
-        self._retention = LogRetention(context.place.logs, context.attempt)
+        self._retention = LogRetention(context.place.logs, context.task.attempt)
         self._session = session
         self._agent_context = context
         self._placed: RoundInfo | None = None  # the last round with a place here
@@ -190,15 +184,17 @@ class ElasticAgent:
                 self._placed is None
                 and context.notices.current is None
                 and not (session.verdict or session.departed or session.requeued)
-                and is_training(context.run.status)
+                and is_training(context.task.run.status)
                 and time.monotonic() <= deadline
                 and not self._warm_workers.await_imports(_LOOK_UP_S)
             ):
                 pass
+        launcher = context.task.spec.settings.launcher
+        longest_s = longest_join_s(launcher.rendezvous.join_timeout_s, launcher.below_min_timeout_s)
         while True:
             store = ("", 0) if context.replica is None else context.stores.make()
             try:
-                outcome = session.join(context.join_timeout_s, store)
+                outcome = session.join(longest_s, store)
             except TimeoutError as e:
                 raise HpcElasticError(str(e)) from e
             if not isinstance(outcome, RoundInfo):
@@ -225,6 +221,9 @@ class ElasticAgent:
     def _round(self) -> RoundInfo:
         assert self._placed is not None
         return self._placed
+
+    def _of_round(self) -> dict[str, int]:
+        return {"attempt": self._agent_context.task.attempt, "round": self._round.number}
 
     def _start_workers(self) -> None:
         try:
@@ -276,7 +275,9 @@ class ElasticAgent:
         self._channel = WorkerChannel(self._session, pages)
         self._saves.watch(self.pages.get(_FIRST_RANK))
         by_its_script = partial(
-            preemption.why_leave_now, since=self._started_at, saves_itself=not context.is_local
+            preemption.why_leave_now,
+            since=self._started_at,
+            saves_itself=context.task.spec.settings.backend != "local",
         )
         why_leave = by_its_script if replica is None else replica.why_leave
         self._drain = preemption.DrainController(self._session, notices, pages, why_leave)
@@ -297,34 +298,38 @@ class ElasticAgent:
         context.observer.start_round(self.pages, self._pids, world_size)
         os.environ[ROUND_VARIABLE] = str(round_.number)
         os.environ[THROUGHPUTS_VARIABLE] = round_.throughputs
-        os.environ[fencing.VARIABLE] = str(fencing.entry_path(context.run.rdzv, round_.index))
+        os.environ[fencing.VARIABLE] = str(fencing.entry_path(context.task.run.rdzv, round_.index))
         if replica is not None:
             os.environ.update(replica.environment(round_))
             replica.expect_workers(round_, self._server)
         context.times.new_round(path for files in outputs for path in (files.out, files.err))
+        command = worker_command(context.task)
         self._processes = [
-            WorkerProcess(context.command, self._environment(files), files, self._warm_workers)
+            WorkerProcess(command, self._environment(files), files, self._warm_workers)
             for files in outputs
         ]
 
     def _environment(self, worker: WorkerFiles) -> dict[str, str]:
         context, round_ = self._agent_context, self._round
+        spec = context.task.spec
+        max_restarts = spec.settings.launcher.max_restarts
         numbers = {
             "RANK": worker.rank, "ROLE_RANK": worker.rank, "LOCAL_RANK": worker.local_rank,
             "GROUP_RANK": round_.group_rank, "GROUP_WORLD_SIZE": round_.group_size,
             "WORLD_SIZE": round_.world_size, "ROLE_WORLD_SIZE": round_.world_size,
             "LOCAL_WORLD_SIZE": context.nproc, "MASTER_PORT": round_.store[1],
-            "TORCHELASTIC_RESTART_COUNT": min(round_.restarts, context.max_restarts),
-            "TORCHELASTIC_MAX_RESTARTS": context.max_restarts,
+            "TORCHELASTIC_RESTART_COUNT": min(round_.restarts, max_restarts),
+            "TORCHELASTIC_MAX_RESTARTS": max_restarts,
         }  # fmt: skip
         texts = {
             "ROLE_NAME": "default", "MASTER_ADDR": round_.store[0],
-            "TORCHELASTIC_RUN_ID": context.run_id,
+            "TORCHELASTIC_RUN_ID": spec.run_id,
             "TORCHELASTIC_ERROR_FILE": str(worker.error),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # a port of the workers' own might be taken
         }  # fmt: skip
         # made-up names of local nodes have no address
-        hosts = ",".join(["localhost"] * round_.group_size) if context.is_local else round_.hosts
+        is_local = spec.settings.backend == "local"
+        hosts = ",".join(["localhost"] * round_.group_size) if is_local else round_.hosts
         env = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **os.environ, **texts}
         env |= {name: str(number) for name, number in numbers.items()}
         return of_slot(as_worker(env, hosts, round_.workers), worker.local_rank, context.nproc)
@@ -354,10 +359,7 @@ class ElasticAgent:
         worker_process.kill_strays(self._warm_workers.pids)
         if self.pages and self._session.verdict is None:
             fields = last_step_fields(page.read() for page in self.pages.values())
-            self._agent_context.events.write(
-                "workers_stopped", attempt=self._agent_context.attempt, round=self._round.number,
-                **fields,
-            )  # fmt: skip
+            self._agent_context.events.write("workers_stopped", **self._of_round(), **fields)
 
     def _monitor_workers(self) -> bool:
         """Report the outcome of the workers to the leader, once; return whether they go on."""
@@ -388,10 +390,8 @@ class ElasticAgent:
             if fields is not None:
                 self._has_begun = True
                 self._longest_start_s = max(self._longest_start_s or 0.0, fields["start_s"])
-                self._agent_context.events.write_behind(  # a file system that hangs delays no watch
-                    "first_step", attempt=self._agent_context.attempt, round=self._round.number,
-                    **fields,
-                )  # fmt: skip
+                # a file system that hangs delays no watch
+                self._agent_context.events.write_behind("first_step", **self._of_round(), **fields)
         if not self._awaits_leader:
             self._check_workers()
         if time.monotonic() >= self._reap_at:

@@ -25,7 +25,7 @@ from hpc_elastic.agent.metrics import Exporter, GpuMeter, Sample, WorkerObserver
 from hpc_elastic.agent.output_files import OutputTimes
 from hpc_elastic.agent.preflight import Preflight, Problem
 from hpc_elastic.agent.signals import SignalError, SignalPipe
-from hpc_elastic.agent.task_main import Task, prepare_environment, worker_command
+from hpc_elastic.agent.task_main import Task, prepare_environment
 from hpc_elastic.agent.warm_workers import WarmWorkerPool
 from hpc_elastic.agent.worker_process import NodeIdentity
 from hpc_elastic.checkpoint.node_memory import AgentFolder
@@ -43,7 +43,6 @@ from hpc_elastic.rendezvous.messages import OLDER_ATTEMPT, Requeue
 from hpc_elastic.rendezvous.round_stores import RoundStores
 from hpc_elastic.rendezvous.session import Session
 from hpc_elastic.rendezvous.status_writer import StatusWriter
-from hpc_elastic.rendezvous.task_recovery import longest_join_s
 from hpc_elastic.rendezvous.term import RunFiles
 from hpc_elastic.run import queue_name
 from hpc_elastic.run.directory import RunDir, RunSpec
@@ -305,22 +304,15 @@ class NodeAgent:
         if session.replica is not None and session.replica.relays is not None:
             self._stores.contents = {STORE_KEY: json.dumps(session.replica.relays.where)}
         launcher = spec.settings.launcher
-        longest_s = longest_join_s(launcher.rendezvous.join_timeout_s, launcher.below_min_timeout_s)
         context = AgentContext(
+            task=task,
             place=NodeIdentity(task.name, host, task.logs),
-            attempt=task.attempt,
-            run_id=spec.run_id,
-            command=worker_command(task),
             nproc=self._nproc,
-            max_restarts=launcher.max_restarts,
-            join_timeout_s=longest_s,
             stores=self._stores,
             control=self._control,
-            run=task.run,
             settings=launcher.agent,
             notices=self._notices,
             events=self._events,
-            is_local=spec.settings.backend == "local",
             replica=self._replica,
             times=times,
             observer=self._observer,

@@ -39,9 +39,8 @@ _CERTAIN_CODES = (2, 126, 127)
 def run_command(*argv: str) -> None:
     """Run a command in this worker; return once it has succeeded.
 
-    Raises SystemExit if it has ended with exit code 0, perhaps at a preemption (the agent decides),
-    FailedCommandError if its exit code is not 0, a signal has ended it, or it was not found, and
-    what a Python script raised.
+    Raises SystemExit if it has ended with exit code 0, perhaps at a preemption (the agent decides);
+    FailedCommandError if it has failed, or was not found; and what a Python script raised.
     """
     inside = _in_process(argv)
     if inside is not None:

@@ -438,12 +438,11 @@ class ElasticAgent:
 
     def _ended_by_themselves(self) -> dict[int, int]:
         """Return exit codes of workers that ended, not by this agent, before they had returned."""
-        ended = {}
-        for rank, process in self._processes_by_rank().items():
-            code, page = process.own_exit_code, self.pages[rank]
-            if code is not None and not page.read().returned:
-                ended[rank] = code
-        return ended
+        return {
+            rank: code
+            for rank, process in self._processes_by_rank().items()
+            if (code := process.own_exit_code) is not None and not self.pages[rank].read().returned
+        }
 
     def _processes_by_rank(self) -> dict[int, WorkerProcess]:
         return dict(zip(self.pages, self._processes, strict=False))
@@ -456,12 +455,12 @@ class ElasticAgent:
         """
         if self._awaits_leader or self._session.verdict or self._agent_context.replica is not None:
             return
-        failures = {}
-        for rank in self.pages:
-            code = worker_process.recorded_exit_code(self._files(rank))
-            if code is not None:
-                failures[rank] = code
-        failures |= self._ended_by_themselves()
+        recorded = {
+            rank: code
+            for rank in self.pages
+            if (code := worker_process.recorded_exit_code(self._files(rank))) is not None
+        }
+        failures = recorded | self._ended_by_themselves()
         if failures:
             self._awaits_leader = True
             self._report(failures)
@@ -494,8 +493,8 @@ class ElasticAgent:
 
     def _maintain_warm_workers(self) -> None:
         """Start new warm workers once the workers train: before, they need the CPU themselves."""
-        codes = self._warm_workers.maintain()
-        codes = [code for code in codes if code != -signal.SIGTERM]  # a preemption ends them all
+        # a preemption ends them all by SIGTERM
+        codes = [code for code in self._warm_workers.maintain() if code != -signal.SIGTERM]
         if codes:
             why = name_of(-codes[0]) if codes[0] < 0 else f"exit code {codes[0]}"
             where = self._agent_context
@@ -672,8 +671,8 @@ _REPORTS = {StateMismatch: "state_mismatch", HealFailed: "heal_failed"}
 class Replica:
     """The workers of one node, which are of a replica of the model (``ft=true``).
 
-    The session of the agent serves them (`hpc_elastic.ft.manager_server`), and connects them to the
-    lighthouse, which lives with the run's leader. ``write`` may not wait for the file system.
+    The session of the agent serves them, and connects them to the lighthouse, which lives with the
+    run's leader. ``write`` may not wait for the file system.
     """
 
     def __init__(

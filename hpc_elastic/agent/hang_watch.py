@@ -373,7 +373,7 @@ class StepClock:
         return max(self._least_s, LIMIT_FACTOR * statistics.median(self._steps_s))
 
     def is_alive(self, now: float) -> bool:
-        """Return whether it has shown a recent sign of life without a step.
+        """Return whether it shows signs of life without a step.
 
         Other ranks may wait for such a worker, but not for one that makes steps.
         """

@@ -196,7 +196,6 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection, and give its place back."""
         self._open.pop(request, None)
         super().shutdown_request(request)
 

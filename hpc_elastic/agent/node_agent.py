@@ -409,9 +409,8 @@ def exclude_node(problem: Problem, task: Task, scheduler: Scheduler) -> bool:
 def num_workers(wanted: Nproc, cpus: int, num_gpus: int | None, *, is_local: bool = False) -> int:
     """Return how many workers a node runs, by ``nproc_per_node`` and the CPUs of the task there.
 
-    ``num_gpus`` is how many torch sees, None if unknown so far. ``is_local``: the node is a process
-    of ``launcher=local``. Raises ConfigError for ``gpu`` where torch sees none, and for ``auto`` on
-    a node with GPUs if the task has none.
+    ``num_gpus`` is how many torch sees, None if unknown so far. Raises ConfigError for ``gpu``
+    where torch sees none, and for ``auto`` on a node with GPUs if the task has none.
     """
     if isinstance(wanted, int):
         return wanted

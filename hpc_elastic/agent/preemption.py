@@ -295,7 +295,7 @@ class PreemptionWatcher:
         self._scheduler = scheduler
         self._started_at = time.monotonic()
         self._end = self._started_at  # of the wall time, while the notice is planned
-        self._planned: tuple[float, PreemptionNotice] | None = None  # and when it is due
+        self._planned: tuple[float, PreemptionNotice] | None = None  # due when; the notice
         self._ask_at: float | None = None
         if scheduler.known_left_s is not None:
             self._plan(self._started_at + scheduler.known_left_s)

@@ -225,10 +225,7 @@ def _start_pool(task: Task) -> WarmWorkerPool:
 
 
 def likely_workers(wanted: Nproc, cpus: int, env: Mapping[str, str], num_devices: int) -> int:
-    """Estimate the number of workers of a node without torch (pure).
-
-    By ``nproc_per_node``, the CPUs and the environment of the task there, and the machine's GPUs.
-    """
+    """Estimate the number of workers of a node without torch, by its machine's GPUs (pure)."""
     if isinstance(wanted, int):
         return wanted
     if wanted == "cpu":
@@ -293,9 +290,9 @@ _Queue = SimpleQueue[logging.LogRecord | None]
 class BackgroundLog:
     """Writes what the process logs, from now on, on a thread of its own (agent, once).
 
-    The file is on the shared file system. A caller only hands a record over: the event loop that
-    keeps the heartbeats may wait neither for that file, nor for the lock of a thread that does.
-    ``make_handlers`` makes what writes it; again in a process that is forked.
+    The file is on the shared file system. The event loop that keeps the heartbeats may wait neither
+    for that file, nor for the lock of a thread that does. ``make_handlers`` makes what writes it;
+    again in a process that is forked.
     """
 
     def __init__(self, make_handlers: Callable[[], Sequence[logging.Handler]]) -> None:

@@ -123,7 +123,7 @@ class WarmWorkerPool:
         """Start a warm worker for every slot without one.
 
         ``paced``: the workers train, so few are started at a time, with little CPU, and `maintain`
-        starts the others. Otherwise all start at once, at full speed.
+        starts the others.
         """
         if self._forks and self._slots > 1 and mig_slices(os.environ):
             self._import_each("each has a part of a GPU")
@@ -358,7 +358,7 @@ def wait_for_use(how: str, modules: list[str]) -> None:
     """Import the modules, then block until the agent makes this process, or a fork, a worker.
 
     Ends the process if the agent does not need it. ``how`` is the descriptor of the socket to the
-    agent, to which failures are reported, ``paced`` or ``fast``, and whether it may be the parent.
+    agent, ``paced`` or ``fast``, and whether it may be the parent.
     """
     number, pace, forks = how.split()
     channel = socket.socket(fileno=int(number))

@@ -264,8 +264,6 @@ class ServerConnection(asyncio.BufferedProtocol):
 class Listener:
     """An open port and the connections to it; `asyncio.Server` would lose one just before its end.
 
-    A leader opens the port before it claims a term, and closes it when it ends.
-
     A stranger who opens connections and sends nothing is not to keep others out, nor to take the
     file descriptors that the process needs for its files: `HANDSHAKE_TIMEOUT_S` after it was
     accepted a connection is authenticated, or ended. Beyond `_MOST_UNPROVED` others, or a quarter
@@ -498,7 +496,7 @@ def prove(sock: socket.socket, secret: bytes, context: object, *, timeout_s: flo
 class SignedSocket:
     """One end of a connection; both ends have proved that they hold a secret.
 
-    Any method raises an OSError if the connection has ended, or the peer is silent for longer than
+    A method raises an OSError if the connection has ended, or the peer is silent for longer than
     the timeout. After an error the connection is unusable.
     """
 
@@ -592,9 +590,9 @@ def connect_and_prove(
 class SocketServer(ConnectionOwner):
     """A port whose connections are served by a thread each, once they are authenticated.
 
-    The port is opened on the first of these numeric addresses that is this machine's; OSError is
-    raised if none is. ``serve`` is called with a connection and the signer of this end in a thread;
-    the connection is closed when it returns. An OSError or ValueError ends the connection, too.
+    It is opened on the first of these numeric addresses that is this machine's; OSError if none is.
+    ``serve`` gets a connection, closed at its end, and the signer. An OSError or ValueError ends
+    it, too.
     """
 
     def __init__(
@@ -617,10 +615,7 @@ class SocketServer(ConnectionOwner):
         self._acceptor.start()
 
     def close(self, *, cut: bool = False, wait: bool = False) -> None:
-        """Accept no more connections. May be repeated.
-
-        ``cut`` ends those that are served, too; ``wait`` returns once their threads have ended.
-        """
+        """Accept no more connections; ``cut`` ends those that are served, ``wait`` joins them."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._listener.close)
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -111,7 +111,7 @@ class Clock:
         return True
 
     def saves(self, period: Period, now: float) -> None:
-        """A checkpoint is made now, by the answer to the caller with this period."""
+        """Record that a checkpoint is made now, for the caller with this period."""
         if not self._saving:
             self._saving, self._called_at = True, now
         self._saved_at[period] = self._last_saved_at = now
@@ -205,12 +205,10 @@ class _Own:
 def set_checkpoint_policy(rule: Callable[[int, bool, bool], bool] | None) -> None:
     """Replace the rule of `should_checkpoint` in this process (for `hpc_elastic.ft.Manager`).
 
-    A replica group of a run with ``ft=true`` saves for all: whether it is this one, and whether all
-    its ranks decide the same, is up to its Manager.
-
-    ``rule`` returns whether to save, from the step, whether a checkpoint is due by the count of
-    steps, and whether one is due by this process's clock. It is asked for each caller, also several
-    times at one step. None: ask the control page again.
+    Whether it is its replica group that saves for all, and whether all ranks of the group decide
+    the same, is up to a Manager. ``rule`` returns whether to save, from the step, whether a
+    checkpoint is due by the count of steps, and whether one is due by this process's clock. It is
+    asked for each caller, also several times at one step. None: ask the control page again.
     """
     _Own.rule, _Own.clock = rule, Clock(time.monotonic())
 

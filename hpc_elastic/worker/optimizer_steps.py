@@ -29,8 +29,8 @@ _steps = _Steps()
 def watch(then: Callable[[Any], None] | None = None) -> None:
     """Count the optimizers' steps from now on; without torch there are none.
 
-    ``then`` is called after each step, with the optimizer, in the thread that makes the step. What
-    it raises comes out of the optimizer's ``step()``.
+    ``then`` is called after each step, in the thread that makes the step. What it raises comes out
+    of the optimizer's ``step()``.
     """
     if then is not None:
         _steps.then.append(then)

@@ -194,7 +194,7 @@ def keep_own_stores(given: Mapping[str, str]) -> None:
 
 
 def free_children() -> None:
-    """Let processes of multiprocessing have a group of their own, as `torch.multiprocessing.spawn`.
+    """Let processes of multiprocessing have a group of their own.
 
     The variable would let all of them wait for a server at their own address. What starts a process
     by "spawn" or "forkserver", a private name, is replaced; a forked one has `keep_own_stores`.

@@ -267,8 +267,7 @@ and then the quorum leaves the slow one out."""
 START_LIMIT_S = 600.0
 LIMIT_FACTOR = 10.0
 """Factor for the median step, for the setting before the second step, and for measured starts."""
-ASSUMED_START_S = 1800.0
-"""gloo gives up a connection or a collective after this time."""
+ASSUMED_START_S = 1800.0  # gloo gives up a connection or a collective after this time
 _REMEMBERED = 101
 _ASLEEP_S = 5.0  # an agent that looks less often was suspended meanwhile
 
@@ -423,10 +422,9 @@ def parse_main_thread(text: str) -> tuple[Frame, ...]:
             function = found["name"].rpartition(".")[2]  # py-spy: decorate.<locals>.wrapper
             threads[-1][1].append(Frame(found["file"], at, function))
     named = [frames for head, frames in threads if "MainThread" in head]
-    cut = any(line.startswith("...") for line in text.splitlines())
     current = [frames for head, frames in threads if head.startswith("Current")]
-    last = [frames for _, frames in threads[-1:]]
-    candidates = [*last, *(current if cut else []), *named]
+    is_cut = any(line.startswith("...") for line in text.splitlines())
+    candidates = [*(frames for _, frames in threads[-1:]), *(current if is_cut else []), *named]
     return tuple(candidates[-1]) if candidates else ()
 
 
@@ -473,8 +471,7 @@ def describe_place(frames: Sequence[Frame]) -> str:
     return str(users or (frames[0] if frames else "an unknown place"))
 
 
-WITHIN_S = 10.0
-"""Below `rendezvous.hang_diagnosis.ANSWER_S`, with time for a failure of py-spy."""
+WITHIN_S = 10.0  # below `rendezvous.hang_diagnosis.ANSWER_S`, with time for a failure of py-spy
 _PAUSES_S = (0.3, 0.5, 0.8)  # pauses between the samples of a stack
 
 

@@ -20,8 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-AS_IMPORTED = "__mp_main__"
-"""Name of a script in a spawned child of multiprocessing."""
+AS_IMPORTED = "__mp_main__"  # name of a script in a spawned child of multiprocessing
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 

@@ -45,8 +45,7 @@ _log = logging.getLogger(__name__)
 
 EVERY_S = 5.0
 SLOW_EVERY_S = 120.0
-GPUS_EVERY_S = 30.0
-"""A call of nvidia-smi takes a second of CPU time on some nodes."""
+GPUS_EVERY_S = 30.0  # a call of nvidia-smi takes a second of CPU time on some nodes
 LABELS = ("run", "task", "node")
 
 
@@ -310,11 +309,10 @@ def apart_workers(workers: Mapping[int, WorkerStatus], world_size: int | None) -
 
     ``world_size`` is None if they need no process group.
     """
-    sizes = {rank: worker.group for rank, worker in workers.items()}
     return {
-        rank: size
-        for rank, size in sizes.items()
-        if size is not None and world_size is not None and size != world_size
+        rank: worker.group
+        for rank, worker in workers.items()
+        if worker.group is not None and world_size is not None and worker.group != world_size
     }
 
 

@@ -36,12 +36,10 @@ from hpc_elastic.shared_files import Mount, names_in
 
 _log = logging.getLogger(__name__)
 
-POLL_S = 0.1
-"""Seconds between two polls: the precision of the times."""
+POLL_S = 0.1  # seconds between two polls: the precision of the times
 _MAX_POLL_S = 2.0
 """Longest interval between polls for a missing file; the interval doubles up to it."""
-SYNC_S = 2.0
-"""Seconds between two synchronisations."""
+SYNC_S = 2.0  # seconds between two synchronisations
 _SYNC_SHARE = 10
 """A slow server is used less often: synchronisation takes at most a tenth of the time."""
 _SYNC_AT_LEAST_S = 30.0  # about the interval at which a client sends by itself
@@ -187,16 +185,14 @@ class _OutputFile:
         return True
 
 
-NEWEST = 20
-"""Number of past rounds of a task whose files are kept, whatever happened in them."""
+NEWEST = 20  # number of past rounds of a task whose files are kept, whatever happened in them
 
 _ATTEMPT, _ROUND = re.compile(r"attempt-(\d+)"), re.compile(r"round-(\d+)\.")
 _MARK = ".kept"
 _NAMED = (_MARK, ".stack.txt")
 """Ends of names of files that only a round has which a report may name."""
 
-PastRound = tuple[int, int]
-"""Number of the attempt, and of the round."""
+PastRound = tuple[int, int]  # number of the attempt, and of the round
 
 
 def superfluous(

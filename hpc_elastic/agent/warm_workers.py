@@ -367,11 +367,11 @@ def wait_for_use(how: str, modules: list[str]) -> None:
         kept = os.memfd_create("hpc_elastic-warm-worker")
         os.dup2(kept, descriptor)
         os.close(kept)
-    with (
-        frozen_imports(),
-        _in_the_background(channel) if pace == "paced" else contextlib.nullcontext(),
-    ):
+    gc.disable()
+    with _in_the_background(channel) if pace == "paced" else contextlib.nullcontext():
         failed = _import_ahead(modules, channel)
+    gc.freeze()  # a garbage collection among imported objects would take 0.1 s each time
+    gc.enable()
     note_choice_of_gpus()
     with contextlib.suppress(OSError):  # made a worker before, and the socket closed
         torch = sys.modules.get("torch")
@@ -474,17 +474,6 @@ def _import_ahead(modules: list[str], channel: socket.socket) -> dict[str, str]:
 
 def _is_needed(channel: socket.socket, wait_s: float = 0.0) -> bool:
     return bool(readable(channel, timeout_s=wait_s))
-
-
-@contextlib.contextmanager
-def frozen_imports() -> Iterator[None]:
-    """Exclude imported objects from garbage collection for good: it would take 0.1 s each time."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 class _ImportPacer(MetaPathFinder):

@@ -24,8 +24,7 @@ from hpc_elastic.worker.shared_page import CheckpointRequest, SharedPage, Worker
 
 Rule = Callable[[CheckpointRequest, WorkerStatus], bool | None]
 
-SEEN_AFTER_S = 0.005
-"""A store into a page is visible to every core long before."""
+SEEN_AFTER_S = 0.005  # a store into a page is visible to every core long before
 
 _PACE_S = 3.0  # the pace of the workers is measured over this long
 _SHORTEST_S = 1.0  # over less it would be a matter of chance

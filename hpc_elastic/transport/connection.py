@@ -34,8 +34,7 @@ from hpc_elastic.transport.auth import (
 
 CONNECT_TIMEOUT_S = 1.5
 """A node that takes longer is down: the system accepts connections even of a busy process."""
-WELCOME_TIMEOUT_S = 30.0
-"""Long, so that ten thousand agents that connect at once do not all retry."""
+WELCOME_TIMEOUT_S = 30.0  # long, so that ten thousand agents that connect at once do not all retry
 _CLOSE_TIMEOUT_S = 1.0
 BEATS_PER_SILENCE = 5
 BUFFER_BYTES = 1 << 16

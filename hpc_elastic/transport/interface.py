@@ -41,6 +41,7 @@ LOOPBACK = Interface("lo", "127.0.0.1")
 _VIRTUAL = ("docker", "podman", "virbr", "veth", "br-", "cni", "cali", "flannel", "tun", "tap")
 _ADAPTERS = Path("/sys/class/infiniband")
 _NCCL_CONF = Path("/etc/nccl.conf")
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _RESOLVER_TIMEOUT_S = 2.0
 _SLURM_TIMEOUT_S = 5.0
 _LINK_TIMEOUT_S = 5.0
@@ -123,9 +124,7 @@ def _interfaces_by_link() -> tuple[list[Interface], list[Interface]]:
     up, without_link = [], []
     for name, addresses in psutil.net_if_addrs().items():
         own = [
-            Interface(name, _without_scope(a.address))
-            for a in addresses
-            if a.family in (socket.AF_INET, socket.AF_INET6)
+            Interface(name, _without_scope(a.address)) for a in addresses if a.family in _FAMILIES
         ]
         if name in stats and stats[name].isup:
             up += own
@@ -178,9 +177,7 @@ def group_addresses() -> Iterator[list[str]]:
     available = psutil.net_if_addrs()
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         name = os.environ.get(variable, "").lstrip("=").partition(",")[0]
-        known = [
-            a for a in available.get(name, ()) if a.family in (socket.AF_INET, socket.AF_INET6)
-        ]
+        known = [a for a in available.get(name, ()) if a.family in _FAMILIES]
         yield [_without_scope(a.address) for a in sorted(known, key=lambda a: a.family)]
 
 

@@ -16,8 +16,7 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin,
 
 Json = dict[str, Any]
 T = TypeVar("T")
-Convert = Callable[[Any, float], Any]
-"""It is given the Unix time of this node's clock, too."""
+Convert = Callable[[Any, float], Any]  # it is given the Unix time of this node's clock, too
 
 LEFT_OUT: dict[str, Any] = {"is_left_out": True}
 """Metadata of a field that is not sent where it has its default."""

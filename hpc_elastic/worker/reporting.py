@@ -164,13 +164,11 @@ def set_bad_loss_policy(*, stop: bool) -> None:
 
 def report_logged(values: Mapping[str, Any]) -> None:
     """Publish what a framework logs, as far as it is numbers under names that metrics may have."""
+    known = {*_COUNTS, "loss"}
     metrics: dict[str, Any] = {
-        name: value
-        for name, value in values.items()
-        if name not in {*_COUNTS, "loss"}
-        and isinstance(value, SupportsFloat)
-        and _may_be_named(name)
-    }
+        name: value for name, value in values.items()
+        if name not in known and isinstance(value, SupportsFloat) and _may_be_named(name)
+    }  # fmt: skip
     report(**metrics)
 
 

@@ -39,10 +39,8 @@ DIRECTORY_VARIABLE = "HPC_ELASTIC_CONTROL_DIR"
 AGENT_VARIABLE = "HPC_ELASTIC_AGENT_PID"
 CPUS_VARIABLE = "HPC_ELASTIC_CPUS"
 """The CPUs near each GPU of the node, by local rank: JSON (``launcher.agent.numa``)."""
-LONGEST_PAUSE_S = 60.0
-"""A worker that stays at a checkpoint continues by itself after this long."""
-LONGEST_WAIT_S = 60.0
-"""A worker waits this long for the confirmation of a step; then it fails."""
+LONGEST_PAUSE_S = 60.0  # a worker that stays at a checkpoint continues by itself after this long
+LONGEST_WAIT_S = 60.0  # a worker waits this long for the confirmation of a step; then it fails
 
 _SIZE = 4096
 _UNSET = -1

@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, BinaryIO, Protocol
 
 from hpc_elastic.transport import socket_filter
@@ -516,10 +517,7 @@ class SignedSocket:
         The timeout limits the handshake, and the peer's silence later. Raises AuthenticationError
         if one side does not hold the secret.
         """
-
-        def connected() -> socket.socket:
-            return socket.create_connection(address, _SOCKET_CONNECT_S)
-
+        connected = partial(socket.create_connection, address, _SOCKET_CONNECT_S)
         sock, signer = connect_and_prove(connected, secret, context, timeout_s=timeout_s)
         return cls(sock, signer, timeout_s)
 

@@ -23,7 +23,7 @@ import figures
 from hpc_elastic import errors
 from hpc_elastic.cli.main import program
 from hpc_elastic.config import schema
-from hpc_elastic.config.timeouts import ORDER
+from hpc_elastic.config.resolve import ORDER
 from hpc_elastic.report.log_files import NothingSelectedError
 from hpc_elastic.report.node_time import Interval, NodeTime, Size
 from hpc_elastic.report.page import ReportLibraryError

@@ -142,8 +142,7 @@ class Run:
             concurrent.futures.CancelledError: It was cancelled.
             RunDirectoryError: It was never submitted, or its files are damaged.
         """
-        from hpc_elastic.launcher.progress import Progress
-        from hpc_elastic.launcher.wait import Waiter, find_submission, read_handles
+        from hpc_elastic.launcher.wait import Progress, Waiter, find_submission, read_handles
         from hpc_elastic.report.run_view import CANCELLED
 
         deadline = math.inf if timeout is None else time.monotonic() + timeout
@@ -658,8 +657,7 @@ def _follow(
     runs: Sequence[RunHandle], poll_interval_s: float, futures: Sequence[RunFuture] = ()
 ) -> None:
     """Follow the runs of one submission, and complete their futures, in a thread."""
-    from hpc_elastic.launcher.progress import Progress
-    from hpc_elastic.launcher.wait import Waiter
+    from hpc_elastic.launcher.wait import Progress, Waiter
 
     jobs, owner = runs[0].jobs, os.getpid()
 

@@ -222,7 +222,7 @@ def print_run(run_id: str, folder: Path) -> None:
 
 def _submit_once(name: str, script: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
     from hpc_elastic.errors import ConfigError
-    from hpc_elastic.launcher.submission_id import submit_once
+    from hpc_elastic.launcher.detach import submit_once
 
     file = None
 
@@ -636,13 +636,12 @@ def wait_command(
     shows all of one run.
     """
     from hpc_elastic.launcher import wait as launcher_wait
-    from hpc_elastic.launcher.progress import console_for
 
     only = None if state == "ended" or options.is_sweep(sweep) else sweep
     runs = launcher_wait.read_handles(launcher_wait.find_submission(sweep), only)
     out = sys.stderr if as_json else sys.stdout
     if state != "ended":
-        console = console_for(out)
+        console = launcher_wait.console_for(out)
         views = launcher_wait.wait_until(runs, state, console, poll_interval_s, timeout_s)
         if as_json:
             options.print_json([

@@ -350,6 +350,18 @@ def time_limit_s(text: str) -> float | None:
     return float((hours * 60 + minutes) * 60 + seconds)
 
 
+def gpus_in_gres(gres: object) -> int | None:
+    """Return the number of GPUs of a node in a value of --gres; None if it names none.
+
+    GPUs of all types count together: ``lustre:1,gpu:a100:2,gpu:h100`` are three.
+    Source: https://slurm.schedmd.com/sbatch.html#OPT_gres
+    """
+    requests = str(gres).replace("gres/", "").split(",")
+    gpus = [request.split(":") for request in requests if re.match("gpu(:|$)", request)]
+    counts = [int(words[-1]) if words[-1].isdecimal() else 1 for words in gpus]
+    return sum(counts) if counts else None
+
+
 def parse_nproc(value: object) -> Nproc:
     """Return the number of workers of a node: at least 1, or one of the three words."""
     if value == "auto" or value == "gpu" or value == "cpu":

@@ -1,32 +1,34 @@
-"""The composed config as checked settings: the launcher, every key, contradictions between keys."""
+"""The composed config as checked settings: the launcher, every key, contradictions between keys.
+
+Below ``launcher``, `FORMS` has the forms that values have beyond their types. Of sbatch's and
+srun's own flags, those are refused that a key owns, since they would contradict it, and those that
+would break a run. sbatch checks whether the others exist, since each release of Slurm has more of
+them. Source: https://slurm.schedmd.com/sbatch.html
+
+`ORDER` has the order between the time-outs and intervals of a run: each pair that the design needs.
+"""
 
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
-from hpc_elastic.config import parse, slurm_flags, timeouts
-from hpc_elastic.config.parse import (
-    UNSET,
-    Given,
-    Parser,
-    integer,
-    number,
-    text,
-    texts,
-    time_limit_s,
-)
+from hpc_elastic.config import parse
+from hpc_elastic.config.parse import Given, Parser, integer, number, text, texts, time_limit_s
 from hpc_elastic.config.schema import (
     BACKENDS,
     PRUNERS,
     SAMPLERS,
     TOP_LEVEL,
     Backend,
+    LauncherSettings,
     NodeRange,
     NotifyEvent,
     NotifySettings,
@@ -91,7 +93,7 @@ def resolve(
     typed = _typed(overrides, sweep_params or {})
     reader = parse.GroupReader(FORMS, typed, elsewhere=lambda given: _elsewhere(given, backend))
 
-    own = {key: config[key] for key in TOP_LEVEL if config.get(key) not in (None, UNSET)}
+    own = {key: config[key] for key in TOP_LEVEL if config.get(key) not in (None, parse.UNSET)}
     given = {**TOP_LEVEL, **own}
     is_yaml = "nodes" not in typed
     nodes = reader.attempt(lambda: parse.parse_nodes(given["nodes"], from_yaml=is_yaml))
@@ -155,8 +157,8 @@ def _elsewhere(given: Given, backend: str) -> str | None:
     key, name = given.key, given.key.rpartition(".")[2]
     if key in RENAMED:
         new, values = RENAMED[key]
-        pairs = [f"{old} -> {value}" for old, value in values.items() if old == given.value]
-        mapped = ", ".join(pairs or [f"{old} -> {value}" for old, value in values.items()])
+        asked = {old: value for old, value in values.items() if old == given.value} or values
+        mapped = ", ".join(f"{old} -> {value}" for old, value in asked.items())
         return f"; it is now called {new}" + (f" ({mapped})" if mapped else "")
     if name in TOP_LEVEL:
         return f"; it stands at the top level: {name}=..."
@@ -205,18 +207,78 @@ def _require_possible_sizes(settings: RunSettings) -> None:
     raise ConfigError("launcher.world_sizes", sizes, remedy)
 
 
+class TimeoutOrder(NamedTuple):
+    """``times`` the shorter one must be below the longer one.
+
+    A name is a key of the settings, or ``module:NAME`` of a value that is fixed in the code. Pairs
+    of keys are checked here, the others by a test. A wait that grows at random is named by its
+    base; the module that draws it has its bound.
+    """
+
+    shorter: str
+    longer: str
+    why: str
+    times: float = 1.0
+
+
+_RENDEZVOUS, _FT = "launcher.rendezvous", "ft.quorum:QuorumRules"
+
+ORDER = (
+    TimeoutOrder(f"{_RENDEZVOUS}.heartbeat_interval_s", f"{_RENDEZVOUS}.heartbeat_timeout_s",
+          "one late heartbeat loses no node, and a lease expires (5 intervals) within an election "
+          "(2 time-outs)", 2.5),
+    TimeoutOrder("transport.connection:CONNECT_TIMEOUT_S", f"{_RENDEZVOUS}.heartbeat_timeout_s",
+          "an agent can connect to a new leader within an election (2 time-outs)", 0.5),
+    TimeoutOrder(f"{_RENDEZVOUS}.heartbeat_timeout_s", f"{_RENDEZVOUS}.straggler_timeout_s",
+          "a round waits for members that are still in an election (2 time-outs)", 2.0),
+    TimeoutOrder("launcher.agent.stop_timeout_s", f"{_RENDEZVOUS}.straggler_timeout_s",
+          "a round waits for members that are still stopping their workers"),
+    TimeoutOrder("launcher.agent.monitor_interval_s", f"{_RENDEZVOUS}.straggler_timeout_s",
+          "a round waits for members that have not polled their workers yet"),
+    TimeoutOrder(f"{_RENDEZVOUS}.straggler_timeout_s", f"{_RENDEZVOUS}.join_timeout_s",
+          "a round closes without a straggler before the agents that wait for it give up"),
+    TimeoutOrder(f"{_RENDEZVOUS}.last_call_s", f"{_RENDEZVOUS}.join_timeout_s",
+          "a round closes after its last call before the agents that wait for it give up"),
+    TimeoutOrder("launcher.below_min_timeout_s", f"{_RENDEZVOUS}.join_timeout_s",
+          "nodes below the minimum return to the queue before their agents give up, and fail"),
+    TimeoutOrder(f"{_RENDEZVOUS}.heartbeat_timeout_s", f"{_FT}.live_timeout_s",
+          "a replica that is silent counts as lost before it counts as slow"),
+    TimeoutOrder(f"{_FT}.short_reconnect_timeout_s", f"{_FT}.reconnect_timeout_s",
+          "a new lighthouse waits less where half of the quorum has asked for the next one"),
+    TimeoutOrder(f"{_FT}.reconnect_timeout_s", f"{_FT}.live_timeout_s",
+          "members that reconnect are not dropped as slow"),
+    TimeoutOrder("ft.manager_server:SILENCE_S", "ft.process_group:DEFAULT_TIMEOUT",
+          "the loss of a replica's server is found before a collective gives up"),
+    TimeoutOrder("ft.process_group:DEFAULT_TIMEOUT", "agent.hang_watch:REPLICA_MIN_LIMIT_S",
+          "replicas that wait in a collective for a slow one leave it out before they count as "
+          "hung", 2.0),
+)  # fmt: skip
+
+
+def timeout_contradictions(settings: LauncherSettings) -> Iterator[ConfigError]:
+    """Yield an error for each pair of keys that has not the order of `ORDER`; null is no limit."""
+    for order in ORDER:
+        if ":" in order.shorter + order.longer:
+            continue
+        keys = (order.shorter, order.longer)
+        shorter, longer = (attrgetter(k.removeprefix("launcher."))(settings) for k in keys)
+        if shorter is None or longer is None or order.times * shorter < longer:
+            continue
+        what = "it" if order.times == 1 else f"{order.times:g} times it"
+        remedy = f"{what} must be below {order.longer} ({longer:g}), so that {order.why}"
+        yield ConfigError(order.shorter, shorter, f"{remedy}: lower it, or raise the other")
+
+
 def _contradictions(nodes: NodeRange, settings: Backend, *, ft: bool) -> Iterator[ConfigError]:
     """Yield an error for each contradiction between keys that are valid alone."""
     if ft and settings.scale_up == "on_restart":
         remedy = "with ft=true a late node always joins at once: leave it out"
         yield ConfigError("launcher.scale_up", settings.scale_up, remedy)
-    if ft and settings.min_efficiency is not None:
-        remedy = "with ft=true every node is taken in: leave it out"
-        yield ConfigError("launcher.min_efficiency", settings.min_efficiency, remedy)
-    if ft and settings.sweep_growth == "soonest":
-        remedy = "with ft=true every node is taken in: leave it out"
-        yield ConfigError("launcher.sweep_growth", settings.sweep_growth, remedy)
-    yield from timeouts.contradictions(settings)
+    for key, default in (("min_efficiency", None), ("sweep_growth", "equal")):
+        if ft and (value := getattr(settings, key)) != default:
+            remedy = "with ft=true every node is taken in: leave it out"
+            yield ConfigError(f"launcher.{key}", value, remedy)
+    yield from timeout_contradictions(settings)
     if settings.agent.numa is not None and not settings.agent.preflight:
         remedy = "the preflight finds where the GPUs are: leave it on, or leave out numa"
         yield ConfigError("launcher.agent.preflight", False, remedy)
@@ -257,8 +319,9 @@ def _pool_contradictions(
         time, time_min = pool.time or settings.time, pool.time_min or settings.time_min
         yield from _gap_contradictions(f"{key}.{at}", time, time_min, pool.harvest)
     if not pools:
-        given = settings.time, settings.time_min, settings.harvest
-        yield from _gap_contradictions("launcher", *given)
+        yield from _gap_contradictions(
+            "launcher", settings.time, settings.time_min, settings.harvest
+        )
 
 
 def _gap_contradictions(
@@ -279,17 +342,13 @@ def _gap_contradictions(
 
 
 def _slurm_contradictions(settings: SlurmSettings) -> Iterator[ConfigError]:
-    box = settings.container
-    if box.image and not box.runtime:
-        remedy = "needs launcher.container.runtime=apptainer or pyxis"
-        yield ConfigError("launcher.container.image", box.image, remedy)
+    box, key = settings.container, "launcher.container"
     if box.runtime and not box.image:
-        remedy = "needs launcher.container.image=..."
-        yield ConfigError("launcher.container.runtime", box.runtime, remedy)
-    for name in ("mounts", "args"):
-        if getattr(box, name) and not box.runtime:
-            remedy = "needs launcher.container.runtime and launcher.container.image"
-            yield ConfigError(f"launcher.container.{name}", getattr(box, name), remedy)
+        yield ConfigError(f"{key}.runtime", box.runtime, f"needs {key}.image=...")
+    for name in ("image", "mounts", "args") if not box.runtime else ():
+        needed = "=apptainer or pyxis" if name == "image" else f" and {key}.image"
+        if value := getattr(box, name):
+            yield ConfigError(f"{key}.{name}", value, f"needs {key}.runtime{needed}")
     for flag in settings.sbatch:
         if settings.mem is not None and flag in ("mem-per-cpu", "mem-per-gpu"):
             remedy = f"contradicts launcher.mem={settings.mem}; give only one of them"
@@ -298,7 +357,7 @@ def _slurm_contradictions(settings: SlurmSettings) -> Iterator[ConfigError]:
         remedy = "contradicts launcher.exclusive=true; give only one of them"
         yield ConfigError("launcher.sbatch.oversubscribe", True, remedy)
     gres = settings.sbatch.get("gres")
-    if slurm_flags.gpus_in_gres(gres) is not None and settings.gpus_per_node is not None:
+    if parse.gpus_in_gres(gres) is not None and settings.gpus_per_node is not None:
         remedy = f"contradicts launcher.gpus_per_node={settings.gpus_per_node}; give only one"
         yield ConfigError("launcher.sbatch.gres", gres, remedy)
 
@@ -314,22 +373,11 @@ WORKER_VARIABLES = frozenset(
     ]
 )
 """Variables that the agent sets for each worker, beside TORCHELASTIC_*."""
-_Reader = Callable[[Given], float]
 
 
-def _bounded(read: _Reader, low: float, *, above: bool = False) -> _Reader:
-    def parse(given: Given) -> float:
-        value = read(given)
-        if value < low or (above and value == low):
-            kind = "whole number" if read is integer else "number"
-            bound = f"above {low:g}" if above else f"of at least {low:g}"
-            raise given.refuse(f"allowed is a {kind} {bound}")
-        return value
-
-    return parse
-
-
-def _between(read: _Reader, low: float, high: float, allowed: str) -> _Reader:
+def _between(
+    read: Callable[[Given], float], low: float, high: float, allowed: str
+) -> Callable[[Given], float]:
     def parse(given: Given) -> float:
         value = read(given)
         if not low <= value <= high:
@@ -524,6 +572,102 @@ def _parameters(given: Given) -> dict[str, Any]:
     return {str(name): value for name, value in given.value.items()}
 
 
+_LOGS = "every attempt of every task has its own logs in the run directory"
+_SURVIVES = "the loss of one node or agent must not end the others"
+_REMEDIES = {
+    "use the key nodes, and launcher.array_parallelism for the limit": "array",
+    "use the key nodes; every array task is one node": "nodes",
+    "use the key nproc_per_node; every array task is one node with one agent": "ntasks"
+    " ntasks-per-node ntasks-per-core ntasks-per-socket ntasks-per-gpu",
+    _LOGS: "output error open-mode",
+    "tasks are always requeued by Slurm; the run ends when its training has ended": "requeue"
+    " no-requeue",
+    f"{_SURVIVES}; launcher.coallocate_min sets it": "no-kill",
+    "each one-node task would need all of them; use launcher.exclude or launcher.constraint": (
+        "nodelist nodefile"
+    ),
+    "use launcher.gpus_per_node": "gpus gpus-per-node gpus-per-task gpus-per-socket",
+    "use launcher.cpus_per_node": "cpus-per-task mincpus",
+    "use launcher.setup for shell lines before the task": "wrap",
+    "use launcher.dry_run": "test-only",
+    "the launcher reads what sbatch prints": "parsable quiet verbose help usage version",
+    "the launcher queries its own cluster; submit from a login node of the other one": "clusters"
+    " cluster-constraint",
+}
+_KEYS = (
+    "job-name partition account qos time time-min mem constraint exclude exclusive container wait"
+)
+_OWNED = {
+    **{flag: remedy for remedy, flags in _REMEDIES.items() for flag in flags.split()},
+    **{flag: f"use launcher.{flag.replace('-', '_')}" for flag in _KEYS.split()},
+}
+"""Flags that cannot be given, each with the remedy."""
+_TIMES = frozenset(["begin", "deadline", "delay-boot"])
+"""Flags whose value may be a clock time, which YAML reads as a base-60 number."""
+
+_DASHED = (
+    "acctg-freq container-id core-spec cores-per-socket cpu-freq cpus-per-gpu delay-boot "
+    "export-file extra-node-info get-user-env gpu-bind gpu-freq ignore-pbs kill-on-invalid-dep "
+    "mail-type mail-user mcs-label mem-bind mem-per-cpu mem-per-gpu oom-kill-step "
+    "sockets-per-node spread-job thread-spec threads-per-core tres-bind tres-per-task "
+    "use-min-nodes wait-all-nodes"
+)
+"""Flags of Slurm that may be written with underscores; options of a site (SPANK) have some."""
+
+_SRUN_OWNED = {
+    **{name: _OWNED[name] for name in ("nodes", "ntasks", "ntasks-per-node", "nodelist")},
+    **{name: _LOGS for name in ("output", "error", "open-mode")},
+    "label": _LOGS,
+    "multi-prog": "every task starts the same agent",
+    **{name: _SURVIVES for name in ("no-kill", "kill-on-bad-exit", "wait")},
+}
+_SHORT = {
+    **{"N": "nodes", "n": "ntasks", "w": "nodelist", "o": "output", "e": "error", "l": "label"},
+    **{"k": "no-kill", "K": "kill-on-bad-exit", "W": "wait"},
+}
+
+
+def _sbatch_flags(given: Given) -> dict[str, str | int | bool | None]:
+    """Return further sbatch flags, each under its long name with dashes."""
+    if not isinstance(given.value, Mapping):
+        raise given.refuse("allowed is a mapping of flags to values, such as {reservation: night}")
+    flags: dict[str, str | int | bool | None] = {}
+    for written, value in given.value.items():
+        entry = Given(f"{given.key}.{written}", value)
+        name = str(written).lstrip("-")
+        dashed = name.replace("_", "-")
+        if dashed in _OWNED or dashed in _DASHED.split():
+            name = dashed
+        if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name) or len(name) == 1:
+            raise entry.refuse("write the flag's long name, such as reservation or mail-type")
+        if name in _OWNED:
+            raise entry.refuse(f"the flag --{name} cannot be given here: {_OWNED[name]}")
+        if name in flags:
+            raise entry.refuse(f"the flag --{name} is given twice")
+        if name in _TIMES and isinstance(value, int):
+            value = parse.parse_time(value, from_yaml=True, key=entry.key)
+        is_text = isinstance(value, str) and value.isprintable()
+        if not is_text and not (value is None or isinstance(value, bool | int)):
+            allowed = "a text of one line, a whole number, true, or null for unset"
+            raise entry.refuse(f"allowed is {allowed}")
+        flags[name] = value
+    return flags
+
+
+def _srun_args(given: Given) -> list[str]:
+    """Return further arguments of srun; no flag contradicts how a task is started."""
+    args = texts(given)
+    for arg in args:
+        name = ""  # of a value
+        if arg.startswith("--"):
+            name = arg[2:].partition("=")[0]
+        elif arg.startswith("-"):
+            name = _SHORT.get(arg[1:2], "")
+        if name in _SRUN_OWNED:
+            raise given.refuse(f"{arg!r} cannot be given here: {_SRUN_OWNED[name]}")
+    return args
+
+
 _word = _matching(r"[^\s,=]\S*", "a name without spaces; a number from YAML goes in quotes")
 _gpu_text = _matching(
     r"[1-9]\d{0,2}|\w[\w.-]*:[1-9]\d*(,\w[\w.-]*:[1-9]\d*)*",
@@ -542,13 +686,13 @@ def _gpus(given: Given) -> int | str:
     return int(value) if value.isdigit() else value
 
 
-_WAIT = _bounded(number, 0)
+_WAIT = _between(number, 0, math.inf, "a number of at least 0")
 
 FORMS: dict[str, Parser] = {
-    "at least 0": _bounded(integer, 0),
-    "at least 1": _bounded(integer, 1),
+    "at least 0": _between(integer, 0, math.inf, "a whole number of at least 0"),
+    "at least 1": _between(integer, 1, math.inf, "a whole number of at least 1"),
     "wait": _WAIT,
-    "span": _bounded(number, 0, above=True),
+    "span": _between(number, math.ulp(0.0), math.inf, "a number above 0"),
     "share": _between(number, 0, 1, "a number from 0 to 1"),
     "port": _between(integer, 1, 65535, "a port from 1 to 65535, or null for none"),
     "throughput": _between(number, 0.01, 100, "a number from 0.01 to 100, such as 2.5"),
@@ -570,8 +714,8 @@ FORMS: dict[str, Parser] = {
     "networks": _networks,
     "modules": _modules,
     "mounts": _mounts,
-    "sbatch": slurm_flags.sbatch_flags,
-    "srun": slurm_flags.srun_args,
+    "sbatch": _sbatch_flags,
+    "srun": _srun_args,
     "direction": _directions,
     "sampler": _component(*SAMPLERS),
     "pruner": _component(*PRUNERS),

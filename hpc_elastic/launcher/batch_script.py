@@ -41,8 +41,8 @@ from pathlib import Path
 
 from hpc_elastic import _util
 from hpc_elastic._util import counted
+from hpc_elastic.config.parse import gpus_in_gres
 from hpc_elastic.config.schema import LauncherSettings, SlurmSettings
-from hpc_elastic.config.slurm_flags import gpus_in_gres
 from hpc_elastic.errors import ConfigError, HpcElasticError, SubmissionError, near_miss
 from hpc_elastic.run.directory import Submission
 from hpc_elastic.slurm.parsing import NodeKind

@@ -28,9 +28,9 @@ from hpc_elastic.config.schema import LauncherSettings, LocalSettings, RunSettin
 from hpc_elastic.errors import ConfigError, HpcElasticError, RunDirectoryError
 from hpc_elastic.launcher import batch_script, detach
 from hpc_elastic.launcher.plan import Plan, RunRequest, by_settings, make_plan
-from hpc_elastic.launcher.progress import location, shown
 from hpc_elastic.launcher.run_handle import RunHandle, SubmittedJobs
 from hpc_elastic.launcher.user_code import link_snapshot, provenance, take_snapshot
+from hpc_elastic.launcher.wait import location, shown
 from hpc_elastic.report.run_view import is_secret, overrides_label
 from hpc_elastic.run import fencing, ownership, registry
 from hpc_elastic.run.directory import SUBMISSION, PoolTerms, RunDir, RunSpec, Submission
@@ -64,27 +64,23 @@ def submit(requests: Sequence[RunRequest], *, sweep: Path, name: str) -> list[Ru
     Raises HpcElasticError if nothing was submitted; if sbatch has refused it, the directories can
     be used again. The text of a KeyboardInterrupt states what has become of the runs.
     """
-    report = detach.report_file()
-    is_again = report is not None and detach.report_preparing(report, sweep)
+    is_again = detach.report_preparing(sweep)
     plan, specs = prepare(requests, sweep=sweep, name=name, is_again=is_again)
     folders = [run.dir for run in plan.runs]
     where = location(folders, sweep)
     if plan.launcher.dry_run:
         print(plan, *(f"{RENDERED}{script}" for script in plan.scripts), where, sep="\n")
         return []
-    if report is not None:
-        detach.report_starting(report, plan)
+    detach.report_starting(plan)
     with withdrawn_if_refused(plan):
         jobs = start(plan)
     with released_on_failure(jobs):
-        if report is not None:
-            detach.report_started(report, plan)
+        detach.report_started(plan)
         by_id = dict(zip((spec.run_id for spec in specs), folders, strict=True))
         registry.add(by_id)
         handles = handles_of(plan, specs, jobs)
-        if report is not None:
-            detach.report_submission(report, plan, by_id, jobs)
-        elif not is_awaited(plan.launcher):
+        detach.report_submission(plan, by_id, jobs)
+        if detach.report_file() is None and not is_awaited(plan.launcher):
             print(plan, where, jobs.release(), sep="\n")
     return handles
 

@@ -146,7 +146,7 @@ def refuse_own_process() -> str:
 
     The training would run in this process, perhaps on a login node, with exit code 0. The groups
     ``launcher=slurm`` and ``launcher=local`` name it in ``hydra.job.env_set``, which Hydra resolves
-    right before it calls the user's function; jobs of ours do not have it (`hydra_compose`). A
+    right before it calls the user's function; jobs of ours do not have it (`launcher.sweep`). A
     callback of Hydra's would be refused from 1.4 on where a script has a whitelist.
     """
     config = HydraConfig.instance().cfg

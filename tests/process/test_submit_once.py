@@ -13,7 +13,7 @@ from test_detach import FAKE_TASK, QUICK, ROOT, await_end
 
 from helps import not_in_help
 from hpc_elastic.launcher import detach
-from hpc_elastic.launcher.submission_id import submit_once
+from hpc_elastic.launcher.detach import submit_once
 
 DEADLINE_S = 60.0
 SCRIPT = f"""

@@ -21,11 +21,12 @@ from hpc_elastic.config import frozen
 from hpc_elastic.config.frozen import FROZEN_FILE, Frozen, decode
 from hpc_elastic.config.schema import NodeRange
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.launcher.hydra_compose import SharingLoader, SweepComposer
 from hpc_elastic.launcher.plan import make_plan
 from hpc_elastic.launcher.submit import write
 from hpc_elastic.launcher.sweep import (
     SharedSections,
+    SharingLoader,
+    SweepComposer,
     cached_grammar,
     freeze_job,
     to_yaml,

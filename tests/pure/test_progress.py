@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hpc_elastic.launcher.progress import (
+from hpc_elastic.launcher.run_handle import RunHandle
+from hpc_elastic.launcher.wait import (
     Progress,
     _table,
     console_for,
@@ -19,7 +20,6 @@ from hpc_elastic.launcher.progress import (
     results_table,
     row_of,
 )
-from hpc_elastic.launcher.run_handle import RunHandle
 from hpc_elastic.report.run_view import RunEnd, RunReading, overrides_label
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.slurm.job_state import TaskState

@@ -41,8 +41,7 @@ ONE_MACHINE = {
 READ_BY_THEMSELVES = {
     "shared_files.py": "the kernel's table of mounts",
     **dict.fromkeys(
-        ("slurm/local_queue.py", "slurm/environment.py", "ft/gloo.py", "launcher/local.py",
-         "launcher/submission_id.py"),
+        ("slurm/local_queue.py", "slurm/environment.py", "ft/gloo.py", "launcher/local.py"),
         "the kernel's files of processes",
     ),
     **dict.fromkeys(
@@ -60,7 +59,7 @@ READ_BY_THEMSELVES = {
          "cli/check.py", "agent/main_block.py", "agent/command.py"),
         "the user's own scripts",
     ),
-    "launcher/detach.py": "a file that this process has made",
+    "launcher/detach.py": "a file that this process has made, and the kernel's files of processes",
     "hpc_elastic_watch/live_pages.py": "a file of this package",
     "transport/interface.py": "the site's nccl.conf, and the user's own",
     "transport/auth.py": "the user's key, whose owner and mode are checked",

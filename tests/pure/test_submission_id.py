@@ -2,8 +2,7 @@
 
 import pytest
 
-from hpc_elastic.launcher.detach import append, read_lines
-from hpc_elastic.launcher.submission_id import Next, decide
+from hpc_elastic.launcher.detach import Next, append, decide, read_lines
 
 BEGIN, PREPARING = {"stage": "attempt"}, {"stage": "preparing", "sweep": "/s"}
 STARTING, STARTED = {"stage": "starting", "sweep": "/s"}, {"stage": "started"}

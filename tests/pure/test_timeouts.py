@@ -8,9 +8,8 @@ from operator import attrgetter
 
 import pytest
 
-from hpc_elastic.config.resolve import resolve
+from hpc_elastic.config.resolve import ORDER, resolve, timeout_contradictions
 from hpc_elastic.config.schema import LauncherSettings
-from hpc_elastic.config.timeouts import ORDER, contradictions
 from hpc_elastic.errors import ConfigError
 
 KEYS = sorted({k for o in ORDER for k in (o.shorter, o.longer) if ":" not in k})
@@ -92,5 +91,5 @@ def test_random_settings_are_refused_exactly_for_the_pairs_in_the_wrong_order():
 
 def test_null_is_no_limit():
     """A run that waits below the minimum for as long as its job may run is no contradiction."""
-    assert not list(contradictions(replace(LauncherSettings(), below_min_timeout_s=None)))
+    assert not list(timeout_contradictions(replace(LauncherSettings(), below_min_timeout_s=None)))
     resolve(with_times({"launcher.below_min_timeout_s": None}))

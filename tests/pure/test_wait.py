@@ -11,9 +11,8 @@ from rich.console import Console
 from hpc_elastic.config.schema import NotifySettings
 from hpc_elastic.errors import HpcElasticError, RunDirectoryError, SlurmCommandError
 from hpc_elastic.launcher.follow import GONE_S, LIST_S
-from hpc_elastic.launcher.progress import Progress, console_for
 from hpc_elastic.launcher.run_handle import RunHandle
-from hpc_elastic.launcher.wait import UNREADABLE_S, Waiter, wait, wait_until
+from hpc_elastic.launcher.wait import UNREADABLE_S, Progress, Waiter, console_for, wait, wait_until
 from hpc_elastic.report.run_view import RunEnd, RunReading
 from hpc_elastic.run.directory import Entry, Submission
 from hpc_elastic.run.notify import Notifier

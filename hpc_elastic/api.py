@@ -468,13 +468,8 @@ class ElasticExecutor(Executor):
 
     def _submit(self, calls: Sequence[tuple[RunFuture, Entry]]) -> None:
         """Submit calls; from its beginning on, `shutdown` waits for their futures."""
+        from hpc_elastic.launcher import submit
         from hpc_elastic.launcher.plan import RunRequest
-        from hpc_elastic.launcher.submit import (
-            make_run_id,
-            open_sweep,
-            released_on_failure,
-            submit,
-        )  # fmt: skip
 
         futures = [future for future, _ in calls]
         try:
@@ -484,15 +479,15 @@ class ElasticExecutor(Executor):
             for future in futures:
                 future.add_done_callback(self._open.discard)
             name = calls[0][1].qualname.rpartition(".")[2]
-            sweep = self._folder / make_run_id(name)
-            open_sweep(sweep)
+            sweep = self._folder / submit.make_run_id(name)
+            submit.open_sweep(sweep)
             dirs = [sweep / str(n) for n in range(len(calls))] if len(calls) > 1 else [sweep]
             requests = [
                 RunRequest(path, self._settings, entry)
                 for path, (_, entry) in zip(dirs, calls, strict=True)
             ]
-            runs = submit(requests, sweep=sweep, name=name)
-            with released_on_failure(runs[0].jobs):
+            runs = submit.submit(requests, sweep=sweep, name=name)
+            with submit.released_on_failure(runs[0].jobs):
                 for future, run in zip(futures, runs, strict=True):
                     future._set_run(Run(run.dir))
                 _follow(runs, self._settings.launcher.poll_interval_s, futures)
@@ -599,27 +594,22 @@ def launch_entry(
     Slurm is not waited for either.
     """
     from hpc_elastic.config.resolve import resolve
+    from hpc_elastic.launcher import submit
     from hpc_elastic.launcher.plan import RunRequest
-    from hpc_elastic.launcher.submit import (
-        ended_by_interrupt,
-        is_awaited,
-        make_run_id,
-        open_sweep,
-        submit,
-    )  # fmt: skip
     from hpc_elastic.launcher.wait import wait
 
     checked = resolve(config, overrides=typed)
     entry = make_entry()
-    path = Path(run_dir or f"runs/{make_run_id(name)}").absolute()
-    open_sweep(path)
-    with ended_by_interrupt():
-        runs = submit([RunRequest(path, checked, entry)], sweep=path, name=name)
+    path = Path(run_dir or f"runs/{submit.make_run_id(name)}").absolute()
+    submit.open_sweep(path)
+    is_awaited = submit.is_awaited(checked.launcher)
+    with submit.ended_by_interrupt():
+        runs = submit.submit([RunRequest(path, checked, entry)], sweep=path, name=name)
         if in_background:
-            if is_awaited(checked.launcher):
+            if is_awaited:
                 _follow(runs, checked.launcher.poll_interval_s)
             return Run(path)
-        if not is_awaited(checked.launcher):
+        if not is_awaited:
             return LaunchResult({}, path)
         (end,) = wait(runs, poll_interval_s=checked.launcher.poll_interval_s)
     if end.error is not None:

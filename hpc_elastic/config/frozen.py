@@ -86,10 +86,9 @@ class Encoder:
     lost: dict[str, str] = field(default_factory=dict)
 
     def encode(self, node: Any, name: str = "", skip: Sequence[str] = ()) -> Frozen:
-        """Return a node of a config, attached to the whole, as plain data.
+        """Return a node of a config, whose dotted name is ``name``, as plain data.
 
-        ``name`` is its dotted name in the whole; ``skip`` are keys of its own that are left out.
-        Raises ConfigError if a value is an object, which cannot be written.
+        ``skip`` are keys of its own that are left out. Raises ConfigError if a value is an object.
         """
         raw, found = node._value(), self._types(node, name)
         if isinstance(node, UnionNode) and isinstance(raw, Node):
@@ -135,11 +134,8 @@ class Encoder:
     def _types(self, node: Node, name: str) -> Types:
         """Return what is special about a node itself."""
         meta: Any = node._metadata
-        raw = node._value()
         found: Types = {}
-        default: type = DictConfig if isinstance(raw, dict) else omegaconf.AnyNode
-        default = ListConfig if isinstance(raw, list) else default
-        if type(node) is not default:
+        if type(node).__name__ != _default_kind(node._value()):
             found["kind"] = type(node).__name__
         container = isinstance(node, _CONTAINERS)
         plain_object = {DictConfig: dict, ListConfig: list, _Tuple: tuple}.get(type(node))
@@ -182,10 +178,14 @@ def decode(frozen: Frozen) -> Any:
     return _decode(frozen.values, frozen.types, None, None)
 
 
+def _default_kind(raw: Any) -> str:
+    """Return the class of the node that ``OmegaConf.create`` makes of a value."""
+    kinds = {dict: "DictConfig", list: "ListConfig"}
+    return next((name for kind, name in kinds.items() if isinstance(raw, kind)), "AnyNode")
+
+
 def _decode(raw: Any, special: Types, key: Any, parent: Any) -> Any:
-    default = "DictConfig" if isinstance(raw, dict) else "AnyNode"
-    default = "ListConfig" if isinstance(raw, list) else default
-    kind = special.get("kind", default)
+    kind = special.get("kind") or _default_kind(raw)
     if kind == "UnionNode":
         node: Any = UnionNode(None, _type_at(special["ref"]), key=key)
         inner = special.get("in")
@@ -391,8 +391,7 @@ class Recorder:
 def answer_calls(calls: Sequence[Call], configs: Sequence[Any]) -> Iterator[None]:
     """Answer calls of resolvers from the record of the submission (worker).
 
-    The configs have a cache of results: Hydra registers ``now`` again at times, and then the cache
-    answers.
+    The configs have a cache of results, for when Hydra registers ``now`` again.
     """
     resolvers = BaseContainer._resolvers
     before = dict(resolvers)

@@ -166,9 +166,8 @@ def restored(hint: Any, value: Any) -> Any:
 
 
 def restored_settings(config: Mapping[str, Any]) -> RunSettings:
-    """Return the settings that `RunSettings.as_config` has returned (pure).
+    """Return the settings that `RunSettings.as_config` has returned, unchecked (pure).
 
-    They were checked before: nothing is looked up, converted or refused as `resolve` does it.
     Raises KeyError, TypeError or ValueError if they are no such settings.
     """
     launcher = dict(config["launcher"])
@@ -273,11 +272,9 @@ _TIME = re.compile(r"\d+|\d+:[0-5]?\d(:[0-5]?\d)?|\d+-\d+(:[0-5]?\d){0,2}")
 
 
 def parse_nodes(value: object, *, from_yaml: bool) -> NodeRange:
-    """Return the range of nodes of ``4``, ``'4'``, ``'1:16'`` or ``'4:16:4'``.
+    """Return the range of nodes of ``4``, ``'4'``, ``'1:16'`` or ``'4:16:4'``; or ConfigError.
 
-    With ``from_yaml``, YAML may have read a range as a base-60 number. Raises ConfigError for
-    another form, a number below 1, min above max, min or max that is no multiple of the third
-    number, or an ambiguous integer.
+    With ``from_yaml``, YAML may have read a range as a base-60 number.
     """
     if from_yaml and isinstance(value, int) and value > BASE and value % BASE:
         low, high = divmod(value, BASE)
@@ -309,10 +306,9 @@ def parse_nodes(value: object, *, from_yaml: bool) -> NodeRange:
 
 
 def parse_time(value: object, *, from_yaml: bool, key: str = "launcher.time") -> str:
-    """Return a wall time in a form that sbatch accepts; an integer is minutes.
+    """Return a wall time in a form that sbatch accepts; an integer is minutes; or ConfigError.
 
-    With ``from_yaml``, YAML may have read ``24:00:00`` as a base-60 number. Raises ConfigError for
-    zero, an ambiguous integer, or none of Slurm's forms.
+    With ``from_yaml``, YAML may have read ``24:00:00`` as a base-60 number.
     """
     if from_yaml and isinstance(value, int) and value >= BASE:
         minutes, seconds = divmod(value, BASE)
@@ -332,10 +328,7 @@ def parse_time(value: object, *, from_yaml: bool, key: str = "launcher.time") ->
 
 
 def time_limit_s(text: str) -> float | None:
-    """Return the seconds of a wall time of sbatch (pure); None for UNLIMITED.
-
-    Minutes, ``MM:SS``, ``HH:MM:SS``, ``D-HH``, ``D-HH:MM`` or ``D-HH:MM:SS``.
-    """
+    """Return the seconds of a wall time of a form in `TIME` (pure); None for UNLIMITED."""
     m = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip(), re.ASCII)
     if m is None:
         return None

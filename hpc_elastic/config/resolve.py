@@ -484,18 +484,17 @@ def _notify_events(given: Given) -> list[str]:
     return [parse.choice(Given(given.key, each), get_args(NotifyEvent)) for each in texts(given)]
 
 
-def _mounts(given: Given) -> list[str]:
-    for mount in texts(given):
-        if not re.fullmatch(r"[^,:\s][^,:\n]*(:[^,:\n]+){0,2}", mount):
-            raise given.refuse(f"{mount!r} is not of the form SOURCE[:TARGET[:OPTIONS]]")
-    return texts(given)
+def _texts_that(are_right: Callable[[str], object], wrong: str) -> Parser:
+    """Return a parser of a list of texts of one form."""
 
+    def parse_texts(given: Given) -> list[str]:
+        found = texts(given)
+        for text_ in found:
+            if not are_right(text_):
+                raise given.refuse(f"{text_!r} is not {wrong}")
+        return found
 
-def _modules(given: Given) -> list[str]:
-    for module in texts(given):
-        if not all(part.isidentifier() for part in module.split(".")):
-            raise given.refuse(f"{module!r} is not the name of a module, such as transformers")
-    return texts(given)
+    return parse_texts
 
 
 def _world_sizes(given: Given) -> list[int]:
@@ -712,8 +711,14 @@ FORMS: dict[str, Parser] = {
     "webhook": _webhook,
     "notify events": _notify_events,
     "networks": _networks,
-    "modules": _modules,
-    "mounts": _mounts,
+    "modules": _texts_that(
+        lambda name: all(map(str.isidentifier, name.split("."))),
+        "the name of a module, such as transformers",
+    ),
+    "mounts": _texts_that(
+        re.compile(r"[^,:\s][^,:\n]*(:[^,:\n]+){0,2}").fullmatch,
+        "of the form SOURCE[:TARGET[:OPTIONS]]",
+    ),
     "sbatch": _sbatch_flags,
     "srun": _srun_args,
     "direction": _directions,
@@ -728,10 +733,7 @@ FORMS: dict[str, Parser] = {
 
 
 def read_override(override: str, sweep: str | None = None) -> tuple[str, Any]:
-    """Return the dotted key and the only value of an override, or the value for a sweep.
-
-    Raises ConfigError if it has none.
-    """
+    """Return dotted key and only value of an override, or the value for a sweep; or ConfigError."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -755,7 +757,7 @@ def read_setting(word: str) -> tuple[str, Any]:
     """Return key and value of a setting that no script of Hydra reads: ``partition=a,b``.
 
     A value whose type is a text is taken as it is, as sbatch takes it (``a100&ib``), and so is one
-    that would be a sweep. Raises ConfigError if it has none.
+    that would be a sweep.
     """
     key, equals, text = word.partition("=")
     is_text = get_type_hints(SlurmSettings).get(key) == str | None

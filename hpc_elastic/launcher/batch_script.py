@@ -50,11 +50,9 @@ from hpc_elastic.slurm.parsing import NodeKind
 TASK_MODULE = "hpc_elastic.agent"
 
 SHARE_FLAGS = frozenset(
-    [
-        *("mem-per-cpu", "mem-per-gpu", "cpus-per-gpu", "tres-per-task"),
-        *("cores-per-socket", "oversubscribe"),
-    ]
-)
+    ["mem-per-cpu", "mem-per-gpu", "cpus-per-gpu", "tres-per-task", "cores-per-socket",
+     "oversubscribe"]
+)  # fmt: skip
 """Flags in ``launcher.sbatch`` that name a share of a node; ``gres`` does if it names GPUs, shards
 or MPS."""
 
@@ -80,32 +78,26 @@ _PLAIN = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)
 
 @dataclass(frozen=True)
 class Script:
-    """The contents of one batch script.
-
-    Attributes:
-        settings: ``launcher.*`` of the array's runs.
-        num_tasks: Number of tasks of the array, or of nodes of the co-allocated job.
-        submission: Absolute path of the sweep's ``.hpc_elastic``.
-        array: Number k of the array in the sweep.
-        python: Interpreter outside of containers (``launcher.python`` takes precedence).
-        cwd: Directory of the submission; setup lines run there.
-        python_path: First entries of PYTHONPATH, so that the agent can be imported.
-        trusting: Whether the tasks act on their runs even if others may write these
-            (`run.ownership`).
-        module: Module that each task runs, with the path of ``array-<k>.json``.
-    """
+    """The contents of one batch script."""
 
     settings: SlurmSettings
     job_name: str
     num_tasks: int
+    """Number of tasks of the array, or of nodes of the co-allocated job."""
     submission: Path
+    """Absolute path of the sweep's ``.hpc_elastic``."""
     array: int
     python: str
+    """Interpreter outside of containers (``launcher.python`` takes precedence)."""
     cwd: Path
+    """Directory of the submission; setup lines run there."""
     python_path: tuple[str, ...] = ()
+    """First entries of PYTHONPATH, so that the agent can be imported."""
     coallocated: bool = False
     trusting: bool = False
+    """Whether the tasks act on their runs even if others may write these (`run.ownership`)."""
     module: str = TASK_MODULE
+    """Module that each task runs, with the path of ``array-<k>.json``."""
 
     @property
     def array_file(self) -> Path:
@@ -127,19 +119,13 @@ class Script:
 
 
 def render(script: Script, template: str) -> str:
-    """Return the text of the batch script; ``template`` is Jinja2, packaged or the user's.
-
-    Raises ConfigError if a value cannot be written in its place, or the template is malformed.
-    """
+    """Return the text of the batch script by a Jinja2 template; or ConfigError."""
     import jinja2
 
     environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True, autoescape=False,
+    )  # fmt: skip
     variables = {
         "directives": directives(script),
         "setup": [_one_line("launcher.setup", line) for line in script.settings.setup],
@@ -418,10 +404,9 @@ def explain(
     own = [line for line in lines if "error:" in line] or lines  # a wrapper may print others
     text = " ".join(line.removeprefix("sbatch: error: ") for line in own)
     said = text.lower()
-    if _NO_SUCH_NODE in said or "generic resource" in said:
-        error = _too_much(settings, nodes, text)
-        if error is not None:
-            return error
+    is_too_much = _NO_SUCH_NODE in said or "generic resource" in said
+    if is_too_much and (error := _too_much(settings, nodes, text)) is not None:
+        return error
     for words, remedy in _GENERAL:
         if words in said:
             return SubmissionError(f"sbatch refused the job: {text} ({remedy})")
@@ -434,10 +419,9 @@ def explain(
                 remedy += f"{near_miss(str(value), known)}; there are {', '.join(known)}"
             return ConfigError(f"launcher.{key}", value, f"{remedy} [{text}]")
     if _NO_SUCH_NODE in said:
-        asked = [
-            f"launcher.{key}={value!r}" for key in _SHARES if (value := getattr(settings, key))
-        ]
-        which = f" ({', '.join(asked)}; `sinfo -o '%P %G %c %m %f'`)" if asked else ""
+        given = {key: value for key in _SHARES if (value := getattr(settings, key))}
+        asked = ", ".join(f"launcher.{key}={value!r}" for key, value in given.items())
+        which = f" ({asked}; `sinfo -o '%P %G %c %m %f'`)" if asked else ""
         return SubmissionError(f"no node has all that is asked for together{which} [{text}]")
     return SubmissionError(f"sbatch refused the job: {text}")
 

@@ -110,10 +110,7 @@ class CancelTarget:
 
 
 def nothing_to_do(target: CancelTarget) -> str | None:
-    """Return why a run need not be cancelled; None if it must be.
-
-    Raises RunDirectoryError if its tasks are unknown because their files are gone.
-    """
+    """Return why a run need not be cancelled, if so; RunDirectoryError if that is unknown."""
     run, mark = target.run, target.run.cancellation()
     if target.left:
         return None
@@ -247,13 +244,12 @@ class Resumption:
 
 
 def resume(path: Path, overrides: Sequence[str]) -> tuple[Resumption, RunHandle]:
-    """Resume a run that has stopped.
+    """Resume a run that has stopped, with other ``nodes``, ``nproc_per_node`` or ``launcher.*``.
 
-    ``overrides`` are ``nodes=...``, ``nproc_per_node=...`` and ``launcher.*=...``. Raises
-    RunDirectoryError if the run has tasks, has succeeded, is another user's (`run.ownership`), or
-    cannot be read or written; ConfigError if an override is malformed, or would change the run
-    itself; SubmissionError if another process is resuming it, or Slurm refuses, after which it can
-    be resumed again; SlurmError if it is unknown whether the run has stopped.
+    Raises RunDirectoryError if the run has tasks, has succeeded, is another user's, or cannot be
+    read or written; ConfigError if an override cannot work; SubmissionError if another process is
+    resuming it, or Slurm refuses, after which it can be resumed again; SlurmError if it is unknown
+    whether the run has stopped.
     """
     run = RunDir(path)
     used = (run.hydra, run.rdzv, run.first_term, run.notices, run.avoided)

@@ -336,10 +336,9 @@ def submit_once(
 ) -> tuple[int, Lines]:
     """Submit a script under an id, unless it was submitted; return its exit code and submissions.
 
-    ``submit`` runs the script: it gets the report file, and a file that the script inherits. Each
-    submission gets the key ``repeated``. Raises ConfigError if the id is malformed, or that of
-    another script or of other overrides, by which something may have been submitted;
-    SubmissionError if it is unknown what was submitted.
+    ``submit`` gets the report file, and a file that the script inherits. Each submission gets the
+    key ``repeated``. Raises ConfigError if the id is that of another script or of other overrides,
+    by which something may have been submitted; SubmissionError if it is unknown what was submitted.
     """
     if not _FORM.fullmatch(name):
         raise ConfigError("--id", name, "give 1 to 64 letters, digits, `.`, `_` or `-`")
@@ -398,9 +397,9 @@ def _refusal(name: str, report: Lines, why: str) -> SubmissionError:
 
 
 def _adopt(name: str, report: Lines) -> dict[str, Any] | None:
-    """Return the submission of a launcher that was killed before its report; None: there is none.
+    """Return what a launcher has submitted that was killed before its report, if anything.
 
-    Raises SubmissionError if that is unknown, or it is one in part.
+    Raises SubmissionError if that is unknown, or a part.
     """
     start = next(line for line in reversed(report) if line.get("stage") == STARTING)
     submission = Submission(Path(start["sweep"]) / SUBMISSION)

@@ -52,7 +52,7 @@ from pathlib import Path
 import psutil
 
 from hpc_elastic._util import counted
-from hpc_elastic.config.schema import LocalSettings, Nproc
+from hpc_elastic.config.schema import Nproc
 from hpc_elastic.errors import ConfigError, RunDirectoryError, SubmissionError
 from hpc_elastic.gpus import count_devices, driver_gpus
 from hpc_elastic.launcher import detach
@@ -63,12 +63,7 @@ from hpc_elastic.run import task_name
 from hpc_elastic.run.directory import RunDir, Submission
 from hpc_elastic.shared_files import read_json, write_atomic
 from hpc_elastic.slurm import quarantine
-from hpc_elastic.slurm.environment import (
-    GPUS,
-    as_array_task,
-    listed_gpus,
-    outside,
-)
+from hpc_elastic.slurm.environment import GPUS, as_array_task, listed_gpus, outside
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.local_queue import LocalEntry, node_name, start_ticks
 from hpc_elastic.slurm.requeue import RETURN_DELAY_S
@@ -86,10 +81,7 @@ _MOST_SHORT_LIVES = 3
 
 
 def submit(plan: Plan) -> LocalJobs:
-    """Start a plan, whose files are written, on this machine.
-
-    Raises SubmissionError after it has ended what was started.
-    """
+    """Start a plan, whose files are written; SubmissionError once what was started has ended."""
     agents = [run.settings.launcher.agent for run in plan.runs]
     jobs = LocalJobs(
         queue_of(plan),
@@ -110,11 +102,7 @@ def submit(plan: Plan) -> LocalJobs:
 
 
 def require_possible(plan: Plan) -> None:
-    """Refuse a plan that this machine cannot run, before anything is written.
-
-    Raises ConfigError for ``launcher.wait=false``, where no process would run the queue, and for a
-    run with more nodes than the machine has GPUs.
-    """
+    """Refuse a plan that this machine cannot run, before anything is written."""
     if not plan.launcher.wait and detach.report_file() is None:
         remedy = "launcher=local runs as long as the launcher waits: leave the setting off. In the "
         remedy += "background: `hpc-elastic run --detach`, or `submit` of a script with @hydra.main"
@@ -124,8 +112,7 @@ def require_possible(plan: Plan) -> None:
 
 def agent_limit(plan: Plan, num_cpus: int) -> int:
     """Return how many agents may run at a time over all runs (pure)."""
-    launchers = [run.settings.launcher for run in plan.runs]
-    given = [s.max_agents for s in launchers if isinstance(s, LocalSettings) and s.max_agents]
+    given = [n for run in plan.runs if (n := getattr(run.settings.launcher, "max_agents", None))]
     largest = max(run.settings.nodes.max for run in plan.runs)
     return min(given) if given else max(2 * num_cpus, largest)
 
@@ -138,23 +125,15 @@ def queue_of(plan: Plan) -> list[LocalTask]:
     """
     job_id = 10**12 + secrets.randbelow(9 * 10**12)
     gpus = machine_gpus(os.environ)
-    tasks = []
+    tasks: list[LocalTask] = []
     for array in plan.arrays:
-        for index, task in enumerate(array.tasks):
-            request = plan.runs[task.run]
-            nodes, nproc = request.settings.nodes.max, request.settings.nproc_per_node
-            tasks.append(
-                LocalTask(
-                    job_id=job_id,
-                    index=index,
-                    array_file=Submission(plan.submission).array(array.number).tasks,
-                    run=RunDir(request.dir),
-                    cpus=getattr(array.launcher, "cpus_per_node", 1) or 1,
-                    slot=task.slot,
-                    max_requeues=request.settings.launcher.max_requeues,
-                    gpus=gpu_variables(gpus, nproc, slot=task.slot, num_nodes=nodes),
-                )
-            )
+        file = Submission(plan.submission).array(array.number).tasks
+        cpus = getattr(array.launcher, "cpus_per_node", 1) or 1
+        for index, (number, slot) in enumerate(array.tasks):
+            run, own = RunDir(plan.runs[number].dir), plan.runs[number].settings
+            variables = gpu_variables(gpus, own.nproc_per_node, slot=slot, num_nodes=own.nodes.max)
+            requeues = own.launcher.max_requeues
+            tasks.append(LocalTask(job_id, index, file, run, cpus, slot, requeues, variables))
         job_id += 1 + len(array.tasks)
     return tasks
 
@@ -185,7 +164,7 @@ class LocalTask:
     started_at: float = 0.0
     """The same in monotonic seconds."""
     exit_code: int | None = None
-    """Exit code of the last attempt, once nothing of it runs any more."""
+    """That of the last attempt, once nothing of it runs any more."""
     skipped: bool = False
     """Whether it is never started."""
     restarts: int = 0
@@ -226,18 +205,11 @@ class LocalTask:
         if process and self.is_running and (self.is_ending or process.returncode is not None):
             state = "COMPLETING"
         return LocalEntry(
-            state,
-            pid=process.pid if process else None,
-            started=self.started,
-            exit_code=self.exit_code,
-            host=socket.gethostname(),
-            launcher=launcher,
-            launcher_started=_launcher_started(launcher),
-            node=self.node,
-            restarts=self.restarts,
+            state, process.pid if process else None, self.started, self.exit_code,
+            socket.gethostname(), launcher, _launcher_started(launcher), self.node, self.restarts,
             begin=self.begin if self.is_pending else None,
             reason=EXCLUDED if self.is_excluded else "",
-        )
+        )  # fmt: skip
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of its process (pure).
@@ -249,12 +221,9 @@ class LocalTask:
         path = python_path(environ)
         found = {"PYTHONPATH": os.pathsep.join(path)} if path else {}
         made_up = as_array_task(
-            self.job_id,
-            self.index,
-            node_name=self.node,
-            cpus=self.cpus,
+            self.job_id, self.index, node_name=self.node, cpus=self.cpus,
             restart_count=self.restarts,
-        )
+        )  # fmt: skip
         return {"GLOO_SOCKET_IFNAME": "lo", **outside(environ), **found, **self.gpus, **made_up}
 
     def requeue(self, now: float, stop_after_s: float) -> None:
@@ -293,8 +262,8 @@ _launcher_started = cache(start_ticks)
 class LocalJobs:
     """The processes of one submission, and the thread that starts them.
 
-    ``stop_after_s`` is the time between SIGTERM and SIGKILL when processes are ended;
-    ``exit_after_s`` is the time that agents have to end once their runs have ended.
+    ``stop_after_s`` are between SIGTERM and SIGKILL; ``exit_after_s`` is the time that agents have
+    to end once their runs have ended.
     """
 
     def __init__(
@@ -402,13 +371,8 @@ class LocalJobs:
         try:
             self._check_runs(is_full=num_running >= self._max_agents)
             now = time.monotonic()
-            waiting = [
-                task
-                for task in self._tasks
-                if task.is_pending
-                and not task.is_excluded
-                and (task.begin is None or now >= task.begin)
-            ]
+            waiting = [task for task in self._tasks if task.is_pending and not task.is_excluded]
+            waiting = [task for task in waiting if task.begin is None or now >= task.begin]
             for task in waiting[: max(0, self._max_agents - num_running)]:
                 task.process = self._spawn(task)
                 task.started, task.started_at = start_ticks(task.process.pid), now
@@ -425,9 +389,7 @@ class LocalJobs:
             if process is None or not task.is_running:
                 continue
             if now >= task.kill_at:
-                for member in _family(process.pid):
-                    with contextlib.suppress(psutil.Error):
-                        member.kill()
+                _kill(_family(process.pid))
             code, index = process.poll(), str(task.index)
             own = {"SLURM_ARRAY_JOB_ID": str(task.job_id), "SLURM_ARRAY_TASK_ID": index}
             if code is None or (code != 0 and kill_by_environment(own)):
@@ -542,11 +504,9 @@ def require_gpus(runs: Iterable[RunRequest], gpus: Sequence[str]) -> None:
         if gpus and nodes.max > len(gpus) and run.settings.nproc_per_node != "cpu":
             value = nodes.max if nodes.min == nodes.max else f"{nodes.min}:{nodes.max}"
             most = counted(len(gpus), "node")
-            remedy = (
-                f"launcher=local gives each of the {nodes.max} nodes GPUs of its own, and this "
-                f"machine has {counted(len(gpus), 'GPU')}; ask for {most} at most, or set "
-                "nproc_per_node=cpu to use none"
-            )
+            what = f"launcher=local gives each of the {nodes.max} nodes GPUs of its own"
+            have = f"this machine has {counted(len(gpus), 'GPU')}; ask for {most} at most"
+            remedy = f"{what}, and {have}, or set nproc_per_node=cpu to use none"
             raise ConfigError("nodes", value, remedy)
 
 
@@ -562,11 +522,15 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]], stop_after_s: fl
     family = [member for process in processes for member in _family(process.pid)]
     with contextlib.suppress(KeyboardInterrupt):
         _wait_all(processes, stop_after_s)
-    for member in family:
-        with contextlib.suppress(psutil.NoSuchProcess):  # psutil detects a pid that was reused
-            member.kill()
+    _kill(family)
     for process in processes:
         process.wait()
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # psutil detects a pid that was reused
+            process.kill()
 
 
 def kill_by_environment(variables: Mapping[str, str]) -> int:

@@ -50,12 +50,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
+from optuna import distributions
+from optuna.distributions import BaseDistribution
 from optuna.trial import TrialState
 
 from hpc_elastic._util import counted
@@ -73,15 +69,8 @@ from hpc_elastic.launcher.slurm import SlurmJobs
 from hpc_elastic.launcher.submit import ended_by_interrupt, released_on_failure, submit
 from hpc_elastic.launcher.sweep import Batch, FrozenJob, Sweep
 from hpc_elastic.launcher.wait import Progress, Waiter, console_for, location, read_handles
+from hpc_elastic.report import run_view
 from hpc_elastic.report.progress_log import Point, read_points
-from hpc_elastic.report.run_view import (
-    LOST,
-    NOT_SUBMITTED,
-    RunEnd,
-    end_limit_s,
-    label_of,
-    read_view,
-)
 from hpc_elastic.run import events, job_of, ownership
 from hpc_elastic.run.directory import SUBMISSION, RunDir
 from hpc_elastic.shared_files import is_there, write_atomic
@@ -110,8 +99,7 @@ def run_study(sweep: Sweep, settings: OptunaSettings, arguments: Sequence[str]) 
     """Run trials until the study has ``n_trials`` that have ended; write optimization_results.yaml.
 
     Raises HpcElasticError if nothing was submitted, or too many trials have failed and those in
-    flight have ended since; SystemExit at an interrupt, after it has printed what has become of the
-    runs.
+    flight have ended since.
     """
     # a line for each event that this process writes: a cancellation, a resumption
     logging.getLogger(events.__name__).setLevel(logging.WARNING)
@@ -213,17 +201,16 @@ class SearchSpace:
     def first(self) -> dict[str, Any]:
         """Some parameters of the space."""
         return {
-            k: d.choices[0] if isinstance(d, CategoricalDistribution) else getattr(d, "low", None)
-            for k, d in self.distributions.items()
+            name: each.choices[0] if hasattr(each, "choices") else getattr(each, "low", None)
+            for name, each in self.distributions.items()
         }
 
 
 def distribution_of(override: Override) -> BaseDistribution:
-    """Return Optuna's distribution of a sweep in Hydra's grammar (pure).
+    """Return Optuna's distribution of a sweep in Hydra's grammar (pure); or ConfigError.
 
     ``range`` excludes its end, as in Hydra. ``interval`` includes it, and ``int(interval(1,9))`` is
-    one of whole numbers; the tag ``log`` makes it logarithmic. Raises ConfigError if it has no
-    value, or cannot be logarithmic.
+    one of whole numbers; the tag ``log`` makes it logarithmic.
     """
     value, key = override.value(), str(override.key_or_group)
     text = str(override.input_line).partition("=")[2]
@@ -232,23 +219,21 @@ def distribution_of(override: Override) -> BaseDistribution:
             low, high, is_log = value.start, value.end, "log" in value.tags
             assert low is not None and high is not None
             if isinstance(low, int) and isinstance(high, int):
-                return IntDistribution(low, high, log=is_log)
-            return FloatDistribution(float(low), float(high), log=is_log)
+                return distributions.IntDistribution(low, high, log=is_log)
+            return distributions.FloatDistribution(float(low), float(high), log=is_log)
         if isinstance(value, RangeSweep):
             found = sorted(value.range())
             step = abs(value.step)
+            low, high = found[0], found[-1]
             if all(isinstance(each, int) for each in found):
-                return IntDistribution(int(found[0]), int(found[-1]), step=int(step))
-            return FloatDistribution(float(found[0]), float(found[-1]), step=float(step))
-        # texts are kept as Hydra's grammar writes them, with quotes and escapes
-        return CategoricalDistribution(
-            [
-                each
-                if each is None or isinstance(each, bool | int | float)
-                else Override._get_value_element_as_str(each)
-                for each in override.sweep_iterator()
-            ]
-        )
+                return distributions.IntDistribution(int(low), int(high), step=int(step))
+            return distributions.FloatDistribution(float(low), float(high), step=float(step))
+
+        def written(each: Any) -> Any:  # texts as Hydra's grammar has them, with quotes and escapes
+            is_plain = each is None or isinstance(each, bool | int | float)
+            return each if is_plain else Override._get_value_element_as_str(each)
+
+        return distributions.CategoricalDistribution([*map(written, override.sweep_iterator())])
     except (ValueError, IndexError, HydraException) as e:
         raise ConfigError(key, text, f"no such search space: {e}") from e
 
@@ -262,11 +247,7 @@ def _text_of(value: Any) -> str:
 
 
 def open_study(settings: OptunaSettings, folder: Path, name: str) -> optuna.Study:
-    """Return the study of a sweep directory, new or continued.
-
-    Raises ConfigError if the storage cannot be opened or has a study with other directions, or a
-    sampler or pruner cannot be made.
-    """
+    """Return the study of a sweep directory, new or continued; ConfigError if it cannot be."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = _component("sampler", settings.sampler, SAMPLERS, optuna.samplers)
     pruner: Any = optuna.pruners.NopPruner()
@@ -281,13 +262,9 @@ def open_study(settings: OptunaSettings, folder: Path, name: str) -> optuna.Stud
                 warnings.simplefilter("ignore")
                 storage = JournalStorage(JournalFileBackend(storage))
         study = optuna.create_study(
-            study_name=settings.study_name or name,
-            storage=storage,
-            sampler=sampler,
-            pruner=pruner,
-            directions=list(settings.direction),
-            load_if_exists=True,
-        )
+            study_name=settings.study_name or name, storage=storage, sampler=sampler, pruner=pruner,
+            directions=list(settings.direction), load_if_exists=True,
+        )  # fmt: skip
     except Exception as e:  # of Optuna, SQLAlchemy or a database's driver
         why = f"the storage of the study cannot be opened: {e}"
         raise ConfigError("hydra.sweeper.storage", str(settings.storage), why) from e
@@ -478,13 +455,11 @@ class _StudyRunner:
             Progress(console) as display,
         ):
             self._display = display
-            self._waiter = Waiter(
-                [], display, jobs=self._jobs, poll_interval_s=self._poll_interval_s
-            )
+            every_s = self._poll_interval_s
+            self._waiter = Waiter([], display, jobs=self._jobs, poll_interval_s=every_s)
             self._follow_again()
             while self._fill() or self._flights:
-                has_ended = self._poll()
-                pause(0.0 if has_ended else self._poll_interval_s)
+                pause(0.0 if self._poll() else every_s)
 
     def finish(self) -> None:
         """Write and print the best trial.
@@ -493,18 +468,19 @@ class _StudyRunner:
         """
         error = None
         if self._is_failing():
-            error = f"{self._num_failed()} trials have failed, more than the max_failure_rate of "
+            num = self._num(TrialState.FAIL)
+            error = f"{num} trials have failed, more than the max_failure_rate of "
             error += f"{self._settings.max_failure_rate:g} allows; no further one was started"
         completed = self._study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
-        if not completed:
-            error = error or "no trial was completed"
-        else:
+        if completed:
             self._write_results()
+        else:
+            error = error or "no trial was completed"
         print(location((), self._sweep.dir))
         if error is not None:
-            first = next(iter(self._errors.items()), None)
-            cause = "" if first is None else f"; trial {first[0]}: {first[1]}"
-            raise HpcElasticError(f"{error}{cause}")
+            for number, why in [*self._errors.items()][:1]:
+                error += f"; trial {number}: {why}"
+            raise HpcElasticError(error)
 
     def _write_results(self) -> None:
         results: dict[str, Any] = {"name": "optuna"}
@@ -523,20 +499,18 @@ class _StudyRunner:
 
     def _fill(self) -> bool:
         """Submit as many trials as are missing; return whether some have to be later."""
-        missing = self._settings.n_trials - self._num_ended() - len(self._flights)
+        missing = self._settings.n_trials - self._num(*_ENDED) - len(self._flights)
         if missing <= 0 or self._is_exhausted or self._is_failing():
             return False
         num = min(missing, self._settings.n_jobs - len(self._flights))
         if num > 0 and time.monotonic() >= self._retry_at:
-            distributions = dict(self._space.distributions)
+            space, given = dict(self._space.distributions), self._settings.params
             trials, self._unsent = self._unsent, []
             try:
-                trials += [self._study.ask(distributions) for _ in range(num - len(trials))]
+                trials += [self._study.ask(space) for _ in range(num - len(trials))]
             except ValueError as e:  # the study has other choices of a parameter
-                remedy = "give the study another study_name"
-                raise ConfigError(
-                    "hydra.sweeper.params", self._settings.params, f"{e}; {remedy}"
-                ) from e
+                why = f"{e}; give the study another study_name"
+                raise ConfigError("hydra.sweeper.params", given, why) from e
             self._submit(trials)
         return True
 
@@ -597,12 +571,12 @@ class _StudyRunner:
             if not is_there(RunDir(path).spec):
                 self._unsent.append(trial)
                 continue
-            phase = read_view(path).phase
-            if phase == NOT_SUBMITTED:
+            phase = run_view.read_view(path).phase
+            if phase == run_view.NOT_SUBMITTED:
                 self._close_unsubmitted(trial)
                 continue
             try:
-                if phase == LOST:
+                if phase == run_view.LOST:
                     _, handle = control.resume(path, ())
                 else:
                     (handle,) = read_handles(self._sweep.dir / SUBMISSION, path)
@@ -611,7 +585,8 @@ class _StudyRunner:
                 self._store(trial, state=TrialState.FAIL)
                 continue
             (job,) = self._freeze([trial])
-            (run,) = self._jobs.add([replace(handle, label=label_of(path, RunDir(path).load()))])
+            label = run_view.label_of(path, RunDir(path).load())
+            (run,) = self._jobs.add([replace(handle, label=label)])
             flight = _Flight(trial, job, run, Curve(before.last_step or 0))
             for point in read_points(RunDir(path).progress) if self._settings.pruner else ():
                 self._report(flight, point)
@@ -633,7 +608,7 @@ class _StudyRunner:
                     self._prune(flight)
         return len(self._flights) < len(before)
 
-    def _end_trial(self, flight: _Flight, end: RunEnd) -> None:
+    def _end_trial(self, flight: _Flight, end: run_view.RunEnd) -> None:
         what, detail = "failed", ""
         if end.status == "cancelled":  # by a user
             self._store(flight.trial, state=TrialState.PRUNED)
@@ -701,7 +676,7 @@ class _StudyRunner:
         """Cancel a run, and wait until its tasks are gone (a thread of the pool)."""
         try:
             target = control.CancelTarget.read(run.dir)
-            control.cancel(target, wait_s=end_limit_s(target.spec), warn=_log.warning)
+            control.cancel(target, wait_s=run_view.end_limit_s(target.spec), warn=_log.warning)
         except (HpcElasticError, OSError) as e:
             _log.warning("%s is pruned, and could not be cancelled: %s", run.dir, e)
         self._jobs.drop_run(run)
@@ -710,7 +685,7 @@ class _StudyRunner:
         """Print how a trial ended, and follow it no longer."""
         self._flights.remove(flight)
         self._waiter.drop(flight.run)
-        head = f"[{self._num_ended()}/{self._settings.n_trials}] trial {flight.trial.number}"
+        head = f"[{self._num(*_ENDED)}/{self._settings.n_trials}] trial {flight.trial.number}"
         best = ""
         if len(self._study.directions) == 1:
             with suppress(ValueError):  # none is complete
@@ -721,18 +696,14 @@ class _StudyRunner:
 
     # ---- counts
 
-    def _num_ended(self) -> int:
-        return len(self._counted(_ENDED))
-
-    def _num_failed(self) -> int:
-        return len(self._counted((TrialState.FAIL,)))
-
-    def _counted(self, states: Sequence[TrialState]) -> list[optuna.trial.FrozenTrial]:
+    def _num(self, *states: TrialState) -> int:
+        """Return how many trials of ``n_trials`` are in these states."""
         trials = self._study.get_trials(deepcopy=False, states=states)
-        return [trial for trial in trials if NOT_COUNTED not in trial.user_attrs]
+        return sum(NOT_COUNTED not in trial.user_attrs for trial in trials)
 
     def _is_failing(self) -> bool:
-        return self._num_failed() > self._settings.max_failure_rate * self._settings.n_trials
+        most = self._settings.max_failure_rate * self._settings.n_trials
+        return self._num(TrialState.FAIL) > most
 
 
 def _label(params: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from hpc_elastic._util import counted
 from hpc_elastic.config.schema import Backend, LauncherSettings, RunSettings
@@ -59,8 +59,7 @@ def by_settings(runs: Sequence[RunRequest], function: Callable[[RunSettings], T]
     return [found[id(run.settings)] for run in runs]
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """One node of a run: position of the run in the plan, and number of the node."""
 
     run: int
@@ -69,13 +68,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class PlannedArray:
-    """One job array, or one co-allocated job.
+    """One job array, or one co-allocated job of ``len(tasks)`` nodes.
 
-    Attributes:
-        number: Number k of the array in the sweep.
-        tasks: Its tasks by index in the array, or by node id in the co-allocated job.
-        coallocated: Whether it is one job of ``len(tasks)`` nodes.
-        after: Number of the co-allocated job that has to start first; None if there is none.
+    ``number`` is its k in the sweep. ``tasks`` are by index in the array, or by node id. ``after``
+    is the number of the co-allocated job that has to start first.
     """
 
     number: int
@@ -114,8 +110,8 @@ class Plan:
         """For each run the (array number, index) of each of its slots."""
         placed: list[dict[int, tuple[int, int]]] = [{} for _ in self.runs]
         for array in self.arrays:
-            for index, task in enumerate(array.tasks):
-                placed[task.run][task.slot] = (array.number, index)
+            for index, (run, slot) in enumerate(array.tasks):
+                placed[run][slot] = (array.number, index)
         return [[slots[slot] for slot in sorted(slots)] for slots in placed]
 
     def array_file(self, array: PlannedArray) -> dict[str, Any]:
@@ -145,10 +141,9 @@ class Plan:
 def make_plan(
     runs: Sequence[RunRequest], submission: Path, *, max_array_size: int, first_array: int = 0
 ) -> Plan:
-    """Lay the runs of one submission out as job arrays.
+    """Lay the runs of one submission out as job arrays, numbered from ``first_array``.
 
-    A sweep that is submitted in batches counts its arrays on from ``first_array``. Raises
-    ConfigError if a setting of the whole submission differs between runs.
+    Raises ConfigError if a setting of the whole submission differs between runs.
     """
     first_launcher = runs[0].settings.launcher
     for other in (run.settings.launcher for run in runs[1:]):
@@ -169,8 +164,7 @@ def make_plan(
     return Plan(submission, tuple(runs), tuple(arrays))
 
 
-@dataclass(frozen=True)
-class _Share:
+class _Share(NamedTuple):
     """Slots of a run that request the same resources, beside those of its co-allocated job."""
 
     run: int
@@ -181,11 +175,8 @@ class _Share:
 def _pieces(runs: Sequence[RunRequest], size: int) -> Iterator[tuple[list[Slot], Backend, bool]]:
     """Yield the tasks of each array or co-allocated job, its settings, and which it is."""
     jobs_first = runs[0].settings.launcher.queue_order == "breadth_first"
-    jobs = {
-        number: [Slot(number, slot) for slot in range(run.settings.num_coallocated)]
-        for number, run in enumerate(runs)
-        if run.settings.num_coallocated
-    }
+    sizes = {number: run.settings.num_coallocated for number, run in enumerate(runs)}
+    jobs = {run: [Slot(run, slot) for slot in range(n)] for run, n in sizes.items() if n}
     if jobs_first:
         yield from ((tasks, runs[run].settings.launcher, True) for run, tasks in jobs.items())
     for group in _same_resources(runs):

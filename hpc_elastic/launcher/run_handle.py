@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from hpc_elastic import shared_files
 from hpc_elastic.errors import DamagedFileError, RunDirectoryError, WorkerGroupError
 from hpc_elastic.report import run_view
 from hpc_elastic.report.run_view import CANCELLED, LOST, SUCCEEDED, RunEnd, end_with_result
@@ -23,16 +24,6 @@ from hpc_elastic.run import queue_name
 from hpc_elastic.run.directory import RunDir, Submission
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.registry import user
-from hpc_elastic.shared_files import (
-    VALUE_BYTES,
-    is_there,
-    make_folder,
-    parse_json,
-    read_json,
-    read_tail,
-    read_text,
-    write_atomic,
-)
 from hpc_elastic.slurm.job_state import TaskState
 
 _LONGEST_NAME = 200
@@ -50,7 +41,7 @@ class SubmittedJobs(Protocol):
 
     @property
     def result_job(self) -> str | None:
-        """The job that stands for the result of the runs; None if there is none."""
+        """The job that stands for the result of the runs, if there is one."""
 
     def list_tasks(self) -> Mapping[str, TaskState]:
         """Return the tasks that the scheduler still lists, by queue name; one call for all.
@@ -98,17 +89,14 @@ class RunHandle:
         be away for minutes. Read again.
         """
         try:
-            result = read_json(self.paths.result)
+            result = shared_files.read_json(self.paths.result)
             if result is None:
                 return None
             end = replace(end_with_result(result), restarts=int(result.get("restarts") or 0))
             if end.status == SUCCEEDED:
                 folder = results_folder(self.paths, result)
                 files = folder.glob("rank-*.json") if folder else ()
-                values = {
-                    int(f.stem.removeprefix("rank-")): parse_json(read_text(f, VALUE_BYTES), f)
-                    for f in sorted(files)
-                }
+                values = {int(f.stem.removeprefix("rank-")): _value_in(f) for f in sorted(files)}
                 return replace(end, values=values)
             return replace(end, status="failed", error=self._failure(result))
         except (ValueError, TypeError, AttributeError, OverflowError) as e:
@@ -133,13 +121,10 @@ class RunHandle:
         folder = Submission(self.submission).logs
         # a co-allocated job has a log of its batch script beside those of its tasks
         names = dict.fromkeys(n for task in self.tasks for n in (task, queue_name(task)))
-        files = (folder / f"{name}.log" for name in names)
-        written = [(file, text) for file in files if (text := read_tail(file))]
-        shown = [
-            line
-            for file, text in written[:num_files]
-            for line in (f"--- {file}", run_view.quoted_text(text))
-        ]
+        tails = {name: shared_files.read_tail(folder / f"{name}.log") for name in names}
+        shown = list[str]()
+        for name, text in [(name, text) for name, text in tails.items() if text][:num_files]:
+            shown += [f"--- {folder / f'{name}.log'}", run_view.quoted_text(text)]
         return shown or [f"no task has written anything to {folder}"]
 
     def _failure(self, result: Mapping[str, Any]) -> WorkerGroupError:
@@ -149,11 +134,12 @@ class RunHandle:
         return WorkerGroupError("\n".join(lines), first, later)
 
 
-def results_folder(run: RunDir, result: Mapping[str, Any]) -> Path | None:
-    """Return the folder of return values that result.json names; None if it names none.
+def _value_in(file: Path) -> Any:
+    return shared_files.parse_json(shared_files.read_text(file, shared_files.VALUE_BYTES), file)
 
-    Raises DamagedFileError if it is outside of the run.
-    """
+
+def results_folder(run: RunDir, result: Mapping[str, Any]) -> Path | None:
+    """Return the folder of return values, if there is one; DamagedFileError if it is outside."""
     name = result.get("results")
     if not name:
         return None
@@ -167,7 +153,7 @@ def results_folder(run: RunDir, result: Mapping[str, Any]) -> Path | None:
 def read_result_status(run: RunDir) -> str | None:
     """Return the status in result.json, or None; raise RunDirectoryError if unreadable."""
     try:
-        result = read_json(run.result)
+        result = shared_files.read_json(run.result)
     except (OSError, ValueError) as e:
         raise RunDirectoryError(f"{run.result}: not readable: {e}") from e
     return None if result is None else str(result.get("status"))
@@ -175,11 +161,11 @@ def read_result_status(run: RunDir) -> str | None:
 
 def mark_cancelled(run: RunDir, warn: Callable[[str], None]) -> None:
     """Mark a run as cancelled, once; raise RunDirectoryError if it is another user's."""
-    if is_there(run.cancelled):
+    if shared_files.is_there(run.cancelled):
         return
     who = {"user": user(), "host": socket.gethostname(), "time": time.time()}
     try:
-        write_atomic(run.cancelled, json.dumps(who) + "\n")
+        shared_files.write_atomic(run.cancelled, json.dumps(who) + "\n")
     except PermissionError as e:
         remedy = "only that user, or root, can cancel it"
         try:
@@ -192,5 +178,5 @@ def mark_cancelled(run: RunDir, warn: Callable[[str], None]) -> None:
         warn(f"{what}: the tasks are cancelled nevertheless; check later that none comes back")
         return
     with suppress(OSError):
-        make_folder(run.event_logs)
+        shared_files.make_folder(run.event_logs)
     EventLog(run.events(COMMANDS), COMMANDS).write("cancel", user=who["user"], host=who["host"])

@@ -34,12 +34,7 @@ from hpc_elastic.errors import (
     SubmissionError,
 )
 from hpc_elastic.launcher import batch_script
-from hpc_elastic.launcher.batch_script import (
-    TASK_MODULE,
-    explain,
-    gpus_asked,
-    has_whole_nodes,
-)
+from hpc_elastic.launcher.batch_script import gpus_asked, has_whole_nodes
 from hpc_elastic.launcher.plan import Plan, RunRequest, by_settings
 from hpc_elastic.launcher.run_handle import mark_cancelled
 from hpc_elastic.run import job_of
@@ -146,9 +141,7 @@ def submit(plan: Plan, client: SlurmClient | None = None) -> SlurmJobs:
             slots.fit()  # also for a command that does not wait
     except SlurmError as e:
         print(f"the tasks may start late: {e}", file=sys.stderr)
-    return SlurmJobs(
-        list(ids.values()), sweep, client, time_slots=time_slots, result_job=result_job
-    )
+    return SlurmJobs(list(ids.values()), sweep, client, time_slots, result_job)
 
 
 def _write_result_job(plan: Plan) -> Path:
@@ -169,8 +162,8 @@ def _take_back(
 ) -> str:
     """Cancel what was submitted of a plan; return what may be left, empty if nothing.
 
-    ``script`` is the batch script whose submission failed, ``is_certain`` whether it has certainly
-    submitted nothing. Else a task that starts exits, because its run is marked.
+    ``is_certain``: the script that failed has submitted nothing. Else a task that starts exits,
+    because its run is marked.
     """
 
     def mark_runs() -> None:
@@ -201,12 +194,11 @@ def submit_script(
     """Submit one array or co-allocated job; write its job id beside the script, and return it.
 
     Raises SlurmCommandError if sbatch refused the script, is not installed, or did not answer and
-    Slurm lists no job of the script, or OSError if the job id could not be written.
+    Slurm lists no job of the script.
     """
     files = ArrayFiles.of(script)
-    task = submitit.helpers.CommandFunction(
-        [sys.executable, "-P", "-m", TASK_MODULE, str(files.tasks)]
-    )
+    argv = [sys.executable, "-P", "-m", batch_script.TASK_MODULE, str(files.tasks)]
+    task = submitit.helpers.CommandFunction(argv)
     try:
         jobs = ArrayExecutor(script, client, flags).submit_array([task] * num_tasks)
         job_id = job_of(jobs[0].job_id)
@@ -266,7 +258,7 @@ def refusal(
         partitions = client.partitions()
     with suppress(HpcElasticError):  # sinfo may fail for a partition that does not exist
         nodes = client.node_kinds(settings.partition)
-    return explain(error.stderr, settings, partitions, nodes)
+    return batch_script.explain(error.stderr, settings, partitions, nodes)
 
 
 # ---- the shell's options of sbatch
@@ -310,10 +302,7 @@ def adopt_shell(requests: Sequence[RunRequest], environ: Mapping[str, str]) -> l
 
 
 def max_array_size(*, dry_run: bool, client: SlurmClient | None = None) -> int:
-    """Return the cluster's MaxArraySize; a dry run without Slurm assumes Slurm's default.
-
-    Raises SubmissionError if Slurm does not answer, so nothing can be submitted.
-    """
+    """Return the cluster's MaxArraySize; a dry run without Slurm assumes Slurm's default."""
     try:
         if size := (client or SlurmClient()).max_array_size():
             return size
@@ -333,13 +322,11 @@ def max_array_size(*, dry_run: bool, client: SlurmClient | None = None) -> int:
 def query_partitions(
     runs: Sequence[RunRequest], client: SiteClient | None = None
 ) -> list[list[Preemption]]:
-    """Return how tasks of each run's pools are preempted; check that partitions can hold the run.
+    """Return how tasks of each run's pools are preempted; ConfigError if they cannot hold the run.
 
     Slurm is queried once per partition, at the submission: the grace time of a preemption is too
     short for it, and all nodes of a partition would query at once. If Slurm does not answer, its
-    defaults are assumed. A time limit above the partitions' is printed as a note. Raises
-    ConfigError if a partition has fewer nodes than a run's minimum, or if workers need GPUs and
-    none of its nodes has one.
+    defaults are assumed.
     """
 
     @cache
@@ -389,14 +376,12 @@ def without_effect(settings: RunSettings) -> list[str]:
     found: list[str] = []
     for _, launcher in settings.shares:
         assert isinstance(launcher, SlurmSettings)
-        flags = {f"launcher.sbatch.{name}": value for name, value in launcher.sbatch.items()}
-        given = {"launcher.constraint": launcher.constraint, **flags}
-        for key, value in given.items():
-            is_one_of = key.endswith(".constraint") and "[" in str(value)
-            is_near = key.endswith((".contiguous", ".switches")) and value not in (None, False)
-            found += [f"{key}={value}"] if is_one_of or is_near else []
-    is_one_job = getattr(settings.launcher, "coallocate_min", False)
-    if not found or settings.nodes.max == 1 or is_one_job:
+        if "[" in str(launcher.constraint):
+            found.append(f"launcher.constraint={launcher.constraint}")
+        for name, value in launcher.sbatch.items():
+            if name in ("contiguous", "switches") and value not in (None, False):
+                found.append(f"launcher.sbatch.{name}={value}")
+    if not found or settings.nodes.max == 1 or settings.num_coallocated:
         return []
     what = "has no effect between nodes, each is a job of its own"
     return [f"{', '.join(dict.fromkeys(found))} {what}: launcher.coallocate_min=true makes one job"]
@@ -429,9 +414,7 @@ def _gpu_note(
         if nproc == "auto" and without and has_gpus(settings.partition):
             remedy = "set launcher.gpus_per_node, or nproc_per_node=1 to train on CPUs"
             return f"nodes of the partition have GPUs, and the run requests none: {remedy}"
-        if nproc != "gpu":
-            return None
-        if has_gpus(settings.partition):
+        if nproc != "gpu" or has_gpus(settings.partition):
             return None
         if not has_gpus(None):
             return "nproc_per_node=gpu: Slurm lists no GPU on any node; one without a GPU is left"

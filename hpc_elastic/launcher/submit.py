@@ -55,14 +55,12 @@ class ArrayTakenError(RunDirectoryError):
 
 
 def submit(requests: Sequence[RunRequest], *, sweep: Path, name: str) -> list[RunHandle]:
-    """Submit the runs of one sweep directory.
+    """Submit the runs of one sweep directory; ``name`` is that of the user's script or function.
 
     With ``launcher.dry_run=true`` the files are written, the plan is printed, and no run is
-    returned. If the runs are not waited for (`is_awaited`), the commands that return to them are
-    printed, or reported to `hpc-elastic submit`. ``name`` is that of the user's script or function.
-
-    Raises HpcElasticError if nothing was submitted; if sbatch has refused it, the directories can
-    be used again. The text of a KeyboardInterrupt states what has become of the runs.
+    returned. Raises HpcElasticError if nothing was submitted; if sbatch has refused it, the
+    directories can be used again. The text of a KeyboardInterrupt states what has become of the
+    runs.
     """
     is_again = detach.report_preparing(sweep)
     plan, specs = prepare(requests, sweep=sweep, name=name, is_again=is_again)
@@ -103,12 +101,12 @@ def start(plan: Plan) -> SubmittedJobs:
 
 def handles_of(plan: Plan, specs: Sequence[RunSpec], jobs: SubmittedJobs) -> list[RunHandle]:
     """Return the runs of a submitted plan, in its order."""
-    job_ids = dict(zip((array.number for array in plan.arrays), jobs.job_ids, strict=True))
-    names = [tuple(spec.task_names(job_ids)) for spec in specs]
-    return [
-        RunHandle(run.dir, overrides_label(run.overrides), tasks, plan.submission, jobs)
-        for run, tasks in zip(plan.runs, names, strict=True)
-    ]
+    ids = dict(zip((array.number for array in plan.arrays), jobs.job_ids, strict=True))
+    handles = []
+    for run, spec in zip(plan.runs, specs, strict=True):
+        label, tasks = overrides_label(run.overrides), tuple(spec.task_names(ids))
+        handles.append(RunHandle(run.dir, label, tasks, plan.submission, jobs))
+    return handles
 
 
 @contextmanager
@@ -156,11 +154,7 @@ def prepare(
     """Plan the runs of one sweep directory, and write all their files.
 
     ``is_again``: a launcher of the same submission was killed before it submitted them, and its
-    files are replaced.
-
-    Raises ConfigError as `lay_out` and `query_terms` do, or if a setting cannot be written.
-    Raises RunDirectoryError if a run directory cannot be written or holds another run, and
-    SubmissionError if Slurm does not answer or the snapshot of the code failed.
+    files are replaced. Raises HpcElasticError as `lay_out`, `query_terms` and `write` do.
     """
     found = provenance(requests[0].entry)
     _note_secrets([override for request in requests for override in request.overrides])
@@ -192,11 +186,9 @@ def require_one_process(environ: Mapping[str, str]) -> None:
     """
     if fencing.VARIABLE in environ:
         return  # a worker of a run may submit another run
-    is_shell = environ.get("SLURM_PROCID", "0") == "0"
-    for key, is_alone in (
-        ("WORLD_SIZE", "RANK" not in environ), ("SLURM_STEP_NUM_TASKS", is_shell),
-    ):  # fmt: skip
-        if (number := environ.get(key, "1")) != "1" and not is_alone:
+    is_in_step = environ.get("SLURM_PROCID", "0") != "0"
+    for key, is_one in (("WORLD_SIZE", "RANK" in environ), ("SLURM_STEP_NUM_TASKS", is_in_step)):
+        if is_one and (number := environ.get(key, "1")) != "1":
             remedy = f"each of these {number} processes would start a run of its own: start one, "
             remedy += "or leave the launcher out ('~launcher') to train in them"
             raise ConfigError(key, number, remedy)
@@ -212,12 +204,7 @@ def _note_secrets(overrides: Sequence[str]) -> None:
 
 
 def lay_out(requests: Sequence[RunRequest], submission: Path) -> Plan:
-    """Return the plan for runs in one sweep directory; launcher.harvest is decided here.
-
-    Raises ConfigError if two runs would share a directory, settings of the sweep differ, or a run
-    may get more workers than its global batch has samples; SubmissionError if Slurm does not
-    answer.
-    """
+    """Return the plan for runs in one sweep directory; launcher.harvest is decided here."""
     shared = [folder for folder, num in Counter(r.dir for r in requests).items() if num > 1]
     if shared:
         remedy = "two runs have this directory; make it depend on the run: ${hydra.job.num}"
@@ -240,10 +227,7 @@ def lay_out(requests: Sequence[RunRequest], submission: Path) -> Plan:
 
 
 def query_terms(plan: Plan) -> list[list[PoolTerms]]:
-    """Return the terms of each run's pools.
-
-    Raises ConfigError if the cluster or this machine cannot hold a run.
-    """
+    """Return the terms of each run's pools; ConfigError if they cannot hold a run."""
     if plan.backend == "slurm":
         from hpc_elastic.launcher.slurm import query_partitions
 
@@ -267,9 +251,7 @@ def write(
 
     ``terms`` are those of each run's pools, by default as on this machine. Raises ConfigError if a
     setting cannot be written into the batch script; RunDirectoryError if a run directory cannot be
-    written, holds another run, or is another user's (`run.ownership`); ArrayTakenError if another
-    submission has the numbers (`with_free_numbers`); SubmissionError if the snapshot of the code
-    failed.
+    used; SubmissionError if the snapshot of the code failed.
     """
     scripts = render_scripts(plan, name)  # refuses before anything is written
     try:
@@ -350,7 +332,7 @@ def terms_of(
     settings: RunSettings, preemptions: Sequence[Preemption] | None = None
 ) -> list[PoolTerms]:
     """Return the terms of the tasks of each pool; None: those of this machine."""
-    found: list[PoolTerms] = []
+    found = list[PoolTerms]()
     known: Sequence[Preemption | None] = preemptions or [None] * len(settings.shares)
     for (_, launcher), preemption in zip(settings.shares, known, strict=True):
         # Seconds between SIGTERM and SIGKILL. A given grace takes precedence over Slurm's, and a
@@ -396,8 +378,7 @@ def with_free_numbers(prepare_again: Callable[[], T]) -> T:
 def write_arrays(plan: Plan, scripts: Mapping[int, str]) -> None:
     """Write the files of all arrays of a plan, which thereby owns their numbers.
 
-    Raises ArrayTakenError if another submission has the numbers
-    (`with_free_numbers`), and nothing was written; OSError if a file could not be written.
+    Raises ArrayTakenError if another submission has the numbers, and nothing was written.
     """
     submission = Submission(plan.submission)
     ours: list[Path] = []
@@ -416,15 +397,9 @@ def write_arrays(plan: Plan, scripts: Mapping[int, str]) -> None:
 def render_scripts(
     plan: Plan, name: str, *, python: str = sys.executable, cwd: Path | None = None
 ) -> dict[int, str]:
-    """Return the text of the batch script of each array, by number; none with launcher=local.
-
-    Setup lines run in ``cwd``, by default here. Raises ConfigError if a setting cannot be written.
-    """
-    if plan.backend != "slurm":
-        return {}
-
+    """Return the text of each array's batch script by number; its setup lines run in ``cwd``."""
     texts: dict[int, str] = {}
-    for array in plan.arrays:
+    for array in plan.arrays if plan.backend == "slurm" else ():
         settings = array.launcher
         assert isinstance(settings, SlurmSettings)
         script = batch_script.Script(
@@ -458,8 +433,7 @@ def read_template(path: str | None) -> str:
 def write_concurrently(write_run: Callable[..., None], *of_each_run: Sequence[Any]) -> None:
     """Write the files of all runs, several runs at a time where a file system is slow.
 
-    Elsewhere threads would only wait for the interpreter's lock. The first error is raised; later
-    calls may not have been made.
+    Elsewhere threads would only wait for the interpreter's lock.
     """
 
     def written() -> Iterator[None]:
@@ -478,11 +452,7 @@ def write_concurrently(write_run: Callable[..., None], *of_each_run: Sequence[An
 
 
 def open_sweep(folder: Path) -> None:
-    """Make the sweep directory.
-
-    Raises RunDirectoryError if it cannot be made or written to, and ConfigError in one process of
-    several (`require_one_process`).
-    """
+    """Make the sweep directory; raise RunDirectoryError if it cannot be made or written to."""
     require_one_process(os.environ)
     probe = folder / ".hpc_elastic-probe"
     try:

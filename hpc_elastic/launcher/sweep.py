@@ -90,9 +90,8 @@ def launch_sweep(
 ) -> list[JobReturn]:
     """Freeze and submit the jobs of one batch, and wait for them unless ``launcher.wait`` is false.
 
-    ``initial_job_idx`` is hydra.job.num of the first job. Raises HpcElasticError if nothing was
-    submitted: a run that fails later raises when its JobReturn is read, as Hydra expects. Raises
-    SystemExit at an interrupt, after it has printed what has become of the runs.
+    The first job has the number ``initial_job_idx``. Raises HpcElasticError if nothing was
+    submitted: a run that fails later raises when its JobReturn is read, as Hydra expects.
     """
     with ended_by_interrupt():
         batch = Batch(sweep)
@@ -225,12 +224,9 @@ class Batch:
 
 
 def _job_return(job: FrozenJob) -> JobReturn:
-    return JobReturn(
-        overrides=list(job.request.overrides),
-        working_dir=str(job.request.dir),
-        task_name=JobRuntime.instance().get("name"),
-        status=JobStatus.COMPLETED,
-    )
+    overrides, name = list(job.request.overrides), JobRuntime.instance().get("name")
+    folder, status = str(job.request.dir), JobStatus.COMPLETED
+    return JobReturn(overrides=overrides, working_dir=folder, task_name=name, status=status)
 
 
 # ---- composition, with shared work for jobs that are alike
@@ -277,8 +273,7 @@ class SweepComposer:
         """Return the config of the job with these overrides, as `load_sweep_config` would.
 
         It is valid until the next call: jobs that are alike share all top-level nodes that their
-        overrides do not touch, and the parent of those is the config composed last. Hydra's errors
-        about the overrides (HydraException) pass through.
+        overrides do not touch, and the parent of those is the config composed last.
         """
         before, self._before = self._before, tuple(overrides)
         config = self._given.pop(self._before, None)
@@ -392,13 +387,12 @@ class SweepComposer:
     def _is_group(self, override: Override) -> bool:
         key = override.key_or_group
         if key not in self._groups:
-            typed = OmegaConf.to_container(self._master.hydra.overrides.hydra, resolve=False)
+            hydra = self._master.hydra
+            typed = OmegaConf.to_container(hydra.overrides.hydra, resolve=False)
             options = self._loader.get_group_options(
-                key,
-                results_filter=None,
-                config_name=self._master.hydra.job.config_name,
+                key, results_filter=None, config_name=hydra.job.config_name,
                 overrides=[str(line) for line in typed or ()],
-            )
+            )  # fmt: skip
             self._groups[key] = bool(options)
         return self._groups[key]
 
@@ -540,11 +534,10 @@ def cached_grammar() -> Iterator[None]:
 def freeze_job(
     config: DictConfig, number: int, entry: Entry, shared: SharedSections | None = None
 ) -> FrozenJob:
-    """Freeze the composed config of one job.
+    """Freeze the composed config of one job; ConfigError if a setting or a value cannot work.
 
-    hydra.job.num, hydra.job.id and hydra.runtime.output_dir are set in it, as Hydra's own launchers
-    do. ``shared`` has the sections of the jobs before. Raises ConfigError if a setting cannot work,
-    or a value cannot be written.
+    Its number, id and folder are set in it, as Hydra's own launchers do. ``shared`` has the
+    sections of the jobs before.
     """
     shared = shared or SharedSections()
     before = HydraConfig.instance().cfg
@@ -622,8 +615,9 @@ class SharedSections:
             encoder = Encoder()
             plain, found = encoder.encode(node, name), encoder.interpolations
             section = self._sections[name] = _Section(node, value, plain, found)
-            if not of_hydra:
-                self._report_lost(encoder.lost)
+            for hint, first in encoder.lost.items() if not of_hydra else ():
+                remedy = "define it at module level, in a module that workers import"
+                self._report(f"{first}: its type {hint} is lost in workers", remedy)
         for interpolation in section.interpolations:
             if _CALL.search(interpolation.text) or (is_new and not of_hydra):
                 self._read(interpolation)
@@ -638,12 +632,6 @@ class SharedSections:
             self._report(problem, "it fails in workers unless the function sets the key")
         except OmegaConfBaseException:
             return
-
-    def _report_lost(self, lost: Mapping[str, str]) -> None:
-        """Report the types that workers cannot import."""
-        for hint, name in lost.items():
-            remedy = "define it at module level, in a module that workers import"
-            self._report(f"{name}: its type {hint} is lost in workers", remedy)
 
     def _report(self, problem: str, remedy: str) -> None:
         if problem not in self._reported:

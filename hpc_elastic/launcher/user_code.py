@@ -46,23 +46,21 @@ from hpc_elastic.tree_codec import encode_arguments
 _log = logging.getLogger(__name__)
 
 ENVIRONMENT = (
-    *("CONDA_DEFAULT_ENV", "CONDA_PREFIX", "CUDA_HOME", "LD_LIBRARY_PATH", "LOADEDMODULES"),
-    *("OMP_NUM_THREADS", "PATH", "PYTHONPATH", "SLURM_CONF", "VIRTUAL_ENV"),
-)
+    "CONDA_DEFAULT_ENV", "CONDA_PREFIX", "CUDA_HOME", "LD_LIBRARY_PATH", "LOADEDMODULES",
+    "OMP_NUM_THREADS", "PATH", "PYTHONPATH", "SLURM_CONF", "VIRTUAL_ENV",
+)  # fmt: skip
 _ROOT = Path(_util.__file__).resolve().parent
 PACKAGES = ("hpc_elastic", "hydra-core", "numpy", "omegaconf", "submitit", "torch")
 
 
 def entry_of(
-    function: Callable[..., Any],
-    kind: Literal["hydra", "function"],
-    args: Sequence[Any] = (),
+    function: Callable[..., Any], kind: Literal["hydra", "function"], args: Sequence[Any] = ()
 ) -> Entry:
     """Return the entry of a function at module level, or of an object whose class is there.
 
-    ``kind`` is how a worker calls it: with the frozen config, or with ``args``;
-    ``args`` of a ``hydra`` entry are those of the command line. Raises ConfigError with a remedy if
-    workers could not import the function, or an attribute of the object cannot be written.
+    A worker calls it with the frozen config, or with ``args``; ``args`` of a
+    ``hydra`` entry are those of the command line. Raises ConfigError if workers could not import
+    it.
     """
     attributes: dict[str, Any] | None = None
     named: Any = function
@@ -85,16 +83,9 @@ def entry_of(
     if is_main:
         _report_left_out(function)
     return Entry(
-        kind=kind,
-        qualname=qualname,
-        script=script,
-        module=module,
-        args=list(args),
-        attributes=attributes,
-        cwd=str(Path.cwd()),
-        sys_path=search_path(),
-        main_block=is_main,
-    )
+        kind=kind, qualname=qualname, script=script, module=module, args=list(args),
+        attributes=attributes, cwd=str(Path.cwd()), sys_path=search_path(), main_block=is_main,
+    )  # fmt: skip
 
 
 def _attributes(called: object) -> dict[str, Any]:
@@ -275,21 +266,18 @@ def parse_git_status(text: str) -> dict[str, Any]:
 
 def packages() -> dict[str, str | None]:
     """Return the versions of the packages of a run, without importing them; None if absent."""
-    found: dict[str, str | None] = {}
+    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
     return found
 
 
 def take_snapshot(entries: Sequence[Entry], submission: Path) -> list[Entry]:
-    """Copy the checkout of the first entry, and return the entries in the copy.
+    """Copy the checkout of the first entry to ``code``, and return the entries in the copy.
 
-    The copy is the folder ``code`` in ``submission``. Later submissions of the same sweep run from
-    it: others of its runs use it. Raises SubmissionError if the code is in no git checkout, or
-    could not be copied.
+    Later submissions of the same sweep run from it: others of its runs use it. Raises
+    SubmissionError if the code is in no git checkout, or could not be copied.
     """
     top = Path(_git(source_folder(entries[0]), "rev-parse", "--show-toplevel").removesuffix("\n"))
     editable = [path for path in _editable_folders(top) if path not in entries[0].sys_path]
@@ -333,8 +321,7 @@ def _editable_folders(top: Path) -> list[str]:
 
 def link_snapshot(run: Path, submission: Path) -> None:
     """Give a run directory its link ``code`` to the copy."""
-    link = run / "code"
-    if not link.is_symlink():
+    if not (link := run / "code").is_symlink():
         link.symlink_to(submission / "code", target_is_directory=True)
 
 
@@ -358,12 +345,8 @@ def remap(entry: Entry, top: Path, code: Path) -> Entry:
     if script is not None:  # a link in the checkout is one in the copy
         beside = Path(moved(str(Path(script).parent)), Path(script).name)
         script = str(beside) if code in beside.parents else moved(script)
-    return replace(
-        entry,
-        script=script,
-        cwd=moved(entry.cwd),
-        sys_path=list(dict.fromkeys([*copied, *paths])),  # the copy before what site.py adds
-    )
+    first = list(dict.fromkeys([*copied, *paths]))  # the copy before what site.py adds
+    return replace(entry, script=script, cwd=moved(entry.cwd), sys_path=first)
 
 
 def _listed(top: Path) -> list[str]:
@@ -381,14 +364,11 @@ def _listed(top: Path) -> list[str]:
 
 def _git(folder: Path, *args: str) -> str:
     argv = ["git", "-C", str(folder), *args]
-    remedy = "`git init` there, or leave the setting off"
     try:
         done = _util.run(argv, timeout_s=60.0, errors="surrogateescape")
     except (OSError, subprocess.TimeoutExpired) as e:
         raise SubmissionError(f"launcher.code_snapshot needs git: {e}") from e
     if done.returncode != 0:
-        why = done.stderr.strip()
-        raise SubmissionError(
-            f"launcher.code_snapshot copies a git checkout; {folder}: {why}. {remedy}"
-        )
+        why = f"{done.stderr.strip()}. `git init` there, or leave the setting off"
+        raise SubmissionError(f"launcher.code_snapshot copies a git checkout; {folder}: {why}")
     return done.stdout

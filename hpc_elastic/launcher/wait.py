@@ -103,10 +103,8 @@ def wait_until(
     """Show the progress of runs until each has been in a state (`is_reached`); return their views.
 
     What a leader has written counts once it has written again: the first that is read may be from
-    before the loss of a node. ``on_end`` gets each run and its end as soon as it has ended. Raises
-    HpcElasticError if a run ends before, or has not been in the state after ``timeout_s``, and
-    SystemExit at Ctrl-C or SIGTERM: Slurm's runs continue, local runs are ended, and how to come
-    back was printed.
+    before the loss of a node. Raises HpcElasticError if a run ends before, or has not been in the
+    state after ``timeout_s``, and SystemExit at Ctrl-C or SIGTERM: how to come back was printed.
     """
     jobs = runs[0].jobs
     first: dict[Path, float | None] = {}
@@ -232,17 +230,18 @@ class Waiter:
         elif longest_s is not None and waited_s >= longest_s:
             round_ = view.status.round if view.status is not None else 0
             kind, facts = "waits_long", {"round": round_, "waited_s": waited_s}
+
+        def report(kind: str, *, why: str | None, **fields: object) -> None:
+            if why is not None:
+                self._display.print_message(f"a message was not delivered: {why}")
+
         what = (run.path, kind, facts.get("round"))
-        send = Notifier(run, spec, self._report_message).prepare(kind, facts)
+        send = Notifier(run, spec, report).prepare(kind, facts)
         if send is not None and what not in self._sent:
             self._sent.add(what)
             with suppress(UntrustedRunError):  # it would be the command of somebody else
                 require_own(run.path, run.spec)
                 send()
-
-    def _report_message(self, kind: str, *, why: str | None, **fields: object) -> None:
-        if why is not None:
-            self._display.print_message(f"a message was not delivered: {why}")
 
     def _list_tasks(self, specs: Sequence[RunSpec]) -> QueueSnapshot | None:
         """Return the scheduler's list; None while it does not answer, which is reported once."""
@@ -329,15 +328,13 @@ class RunNews:
         return new
 
     def _with_result(self, view: RunView) -> RunView:
-        if view.ended is None:
+        if (known := view.ended) is None:
             return view
         try:
-            has_result = view.ended.has_result
-            end = self.run.read_end() if has_result else self.run.lost(self._last_seen)
-            known = view.ended
-            return replace(view, ended=end and replace(end, time=known.time, why=known.why))
+            end = self.run.read_end() if known.has_result else self.run.lost(self._last_seen)
         except OSError as e:
             return replace(view, ended=None, unreadable=e)
+        return replace(view, ended=end and replace(end, time=known.time, why=known.why))
 
     def _new_restarts(self, num_spent: int) -> Iterable[tuple[int, Event]]:
         """Yield number and event of each restart that was not reported yet.
@@ -417,7 +414,6 @@ class Progress:
         self._shown: dict[str, tuple[Row, float]] = {}
 
     def __enter__(self) -> Progress:
-        """Start the live table."""
         if self._live is not None:
             self._live.start()
         return self
@@ -492,9 +488,8 @@ def _table(rows: Sequence[Row], num_lines: int) -> Table:
     columns = [name for name in COLUMNS if any(row.get(name) for row in shown)]
     table = _empty_table(columns)
     notes = [f"and {len(rows) - len(shown)} more"] if len(rows) > len(shown) else []
-    notes += dict.fromkeys(
-        f"{row['run']} waits: {row['waits']}" for row in shown if row.get("waits")
-    )
+    waiting = (row for row in shown if row.get("waits"))
+    notes += dict.fromkeys(f"{row['run']} waits: {row['waits']}" for row in waiting)
     table.caption = escape("\n".join(notes[:2])) or None
     for row in shown:
         cells = row
@@ -576,8 +571,7 @@ class _Unfailing:
             return self._stream.write(text)
         except UnicodeEncodeError:
             encoding = self._stream.encoding or "ascii"
-            escaped = text.encode(encoding, "backslashreplace").decode(encoding)
-            return self.write(escaped)
+            return self.write(text.encode(encoding, "backslashreplace").decode(encoding))
         except BrokenPipeError:
             raise
         except OSError:
@@ -610,13 +604,12 @@ class LocalView:
     def cancel(self) -> None:
         """Do nothing: the launcher ends its processes."""
 
+    close = cancel
+
     def release(self) -> str:
         """Return the command that waits for the runs again."""
         sweep = shlex.quote(str(self.submission.parent))
         return f"The runs continue with their launcher.\n  wait: hpc-elastic wait {sweep}"
-
-    def close(self) -> None:
-        """Do nothing: the launcher ends its processes."""
 
 
 def find_submission(folder: Path) -> Path:
@@ -633,8 +626,7 @@ def read_handles(submission: Path, only: Path | None = None) -> list[RunHandle]:
     """Return the runs of a sweep that were submitted, or the one run in the directory ``only``.
 
     Runs whose directories were removed are left out, and named on standard error. Raises
-    RunDirectoryError if a file of the sweep is missing, all its runs are, or nothing was submitted
-    from it.
+    RunDirectoryError if none is left, or nothing was submitted from it.
     """
     job_ids = Submission(submission).job_ids()
     if not job_ids:
@@ -648,9 +640,8 @@ def read_handles(submission: Path, only: Path | None = None) -> list[RunHandle]:
     there = {path: is_there(path) for path in dict.fromkeys(dirs)}
     removed = [path.name for path, is_there in there.items() if not is_there]
     if len(removed) == len(there):
-        raise RunDirectoryError(
-            f"{submission.parent} has no runs left: their directories were removed"
-        )
+        what = "has no runs left: their directories were removed"
+        raise RunDirectoryError(f"{submission.parent} {what}")
     if removed:
         print(f"left out, as their directories were removed: {', '.join(removed)}", file=sys.stderr)
     specs = {path: RunDir(path).load() for path in there if there[path]}

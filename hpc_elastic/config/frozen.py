@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Union, cast
 
@@ -296,18 +296,15 @@ _ENV = "oc.env"
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a resolver with constants.
-
-    Attributes:
-        result: What it returned at the submission, in JSON form.
-        is_fixed: Whether all workers get this result. Otherwise it is the answer only where the
-            worker cannot give one: the resolver or the variable does not exist there.
-    """
+    """A call of a resolver with constants."""
 
     name: str
     args: tuple[str, ...]
     result: Any
+    """What it returned at the submission, in JSON form."""
     is_fixed: bool
+    """Whether all workers get this result. Otherwise it is the answer only where the worker cannot
+    give one: the resolver or the variable does not exist there."""
 
 
 class Recorder:
@@ -330,7 +327,8 @@ class Recorder:
         calls: list[Call] = []
         self._calls, self._again, self._called_at = {}, {}, 0.0
         resolvers = BaseContainer._resolvers
-        theirs = {name: each for name, each in resolvers.items() if self._is_recorded(name)}
+        is_pure = {n: n in _PURE or (n.startswith("oc.") and n != _ENV) for n in resolvers}
+        theirs = {name: each for name, each in resolvers.items() if not is_pure[name]}
         ours = {name: self._recorded(each, name) for name, each in theirs.items()}
         resolvers.update(ours)
         try:
@@ -344,10 +342,6 @@ class Recorder:
             Call(name, args, result, self._depends.get(name, False))
             for (name, args), result in self._calls.items()
         ]
-
-    @staticmethod
-    def _is_recorded(name: str) -> bool:
-        return name == _ENV or not (name.startswith("oc.") or name in _PURE)
 
     def _record(self, theirs: Callable[..., Any], name: str) -> Callable[..., Any]:
         inner = inspect.getclosurevars(theirs).nonlocals
@@ -368,9 +362,8 @@ class Recorder:
                 return result
             if name not in self._depends and name != _ENV:
                 before, self._called_at = self._calls[key], time.time()
-                self._again[name] = lambda: (
-                    _to_json(theirs(config, parent, node, args, texts)) != before
-                )
+                call = partial(theirs, config, parent, node, args, texts)
+                self._again[name] = lambda: _to_json(call()) != before
             return result
 
         return resolver
@@ -415,11 +408,9 @@ def _answering(
 ) -> Callable[..., Any]:
     def resolver(config: Any, parent: Any, node: Any, args: Any, texts: Any) -> Any:
         call = calls.get(tuple(texts))
-        is_answered = call is not None and (
-            call.is_fixed or theirs is None or (name == _ENV and args[0] not in os.environ)
-        )
-        if is_answered:
-            return _from_json(cast(Call, call).result)
+        is_lacking = theirs is None or (name == _ENV and args[0] not in os.environ)
+        if call is not None and (call.is_fixed or is_lacking):
+            return _from_json(call.result)
         if theirs is None:
             raise LookupError(f"resolver {name!r} is not registered when workers import the script")
         return theirs(config, parent, node, args, texts)

@@ -480,10 +480,6 @@ def _webhook(given: Given) -> str:
     return url
 
 
-def _notify_events(given: Given) -> list[str]:
-    return [parse.choice(Given(given.key, each), get_args(NotifyEvent)) for each in texts(given)]
-
-
 def _texts_that(are_right: Callable[[str], object], wrong: str) -> Parser:
     """Return a parser of a list of texts of one form."""
 
@@ -543,11 +539,15 @@ def _warm_workers(given: Given) -> str | bool:
     return how != "off" and how
 
 
+def _choices(given: Given, listed: Sequence[Any], allowed: tuple[str, ...]) -> list[str]:
+    return [parse.choice(replace(given, value=each), allowed) for each in listed]
+
+
 def _directions(given: Given) -> list[str]:
     listed = given.value if isinstance(given.value, list | tuple) else [given.value]
     if not listed:
         raise given.refuse("allowed is minimize or maximize, or a list of them")
-    return [parse.choice(Given(given.key, each), ("minimize", "maximize")) for each in listed]
+    return _choices(given, listed, ("minimize", "maximize"))
 
 
 def _component(*names: str) -> Parser:
@@ -709,7 +709,7 @@ FORMS: dict[str, Parser] = {
     "environment": _environment,
     "environment file": _env_file,
     "webhook": _webhook,
-    "notify events": _notify_events,
+    "notify events": lambda given: _choices(given, texts(given), get_args(NotifyEvent)),
     "networks": _networks,
     "modules": _texts_that(
         lambda name: all(map(str.isidentifier, name.split("."))),

@@ -35,7 +35,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -428,30 +428,21 @@ def explain(
 
 def _too_much(settings: SlurmSettings, nodes: Sequence[NodeKind], text: str) -> ConfigError | None:
     where = f"of partition {settings.partition}" if settings.partition else "of this cluster"
-    for key, wanted, most, unit in _compared(settings, nodes):
-        if wanted > most:
+    wanted: dict[str, tuple[float, Iterable[int], str]] = {}
+    kind, _, number = str(settings.gpus_per_node or "").rpartition(":")
+    if number.isdecimal():
+        gpus = (node.gpus.get(kind, 0) if kind else sum(node.gpus.values()) for node in nodes)
+        wanted["gpus_per_node"] = int(number), gpus, f"{kind} GPU".strip()
+    if settings.cpus_per_node is not None:
+        wanted["cpus_per_node"] = settings.cpus_per_node, (node.cpus for node in nodes), "CPU"
+    if m := re.fullmatch(r"(\d+)([KMGT]?)B?", str(settings.mem or "").upper()):
+        mib = math.ceil(int(m[1]) * _MIB[m[2] or "M"])
+        wanted["mem"] = mib, (node.memory_mb for node in nodes), "MiB"
+    for key, (asked, have, unit) in wanted.items() if nodes else ():
+        if asked > (most := max(have)):
             many = unit if unit == "MiB" else unit + "s"
-            have = f"have at most {counted(most, unit, many)}" if most else f"have no {many}"
+            there = f"have at most {counted(most, unit, many)}" if most else f"have no {many}"
             remedy = "ask for less, or name another partition (launcher.partition)"
-            why = f"the nodes {where} {have}: {remedy} [{text}]"
+            why = f"the nodes {where} {there}: {remedy} [{text}]"
             return ConfigError(f"launcher.{key}", getattr(settings, key), why)
     return None
-
-
-def _compared(
-    settings: SlurmSettings, nodes: Sequence[NodeKind]
-) -> Iterator[tuple[str, int, int, str]]:
-    """Yield each setting with its request, the most that a node has, and the unit."""
-    if not nodes:
-        return
-    if settings.gpus_per_node is not None:
-        kind, _, number = str(settings.gpus_per_node).rpartition(":")
-        have = [node.gpus.get(kind, 0) if kind else sum(node.gpus.values()) for node in nodes]
-        if number.isdecimal():
-            yield "gpus_per_node", int(number), max(have), f"{kind} GPU".strip()
-    if settings.cpus_per_node is not None:
-        yield "cpus_per_node", settings.cpus_per_node, max(node.cpus for node in nodes), "CPU"
-    m = re.fullmatch(r"(\d+)([KMGT]?)B?", str(settings.mem or "").upper())
-    if m is not None:
-        wanted = math.ceil(int(m[1]) * _MIB[m[2] or "M"])
-        yield "mem", wanted, max(node.memory_mb for node in nodes), "MiB"

@@ -96,7 +96,11 @@ class RunHandle:
             if end.status == SUCCEEDED:
                 folder = results_folder(self.paths, result)
                 files = folder.glob("rank-*.json") if folder else ()
-                values = {int(f.stem.removeprefix("rank-")): _value_in(f) for f in sorted(files)}
+                values = dict[int, Any]()
+                for file in sorted(files):
+                    text = shared_files.read_text(file, shared_files.VALUE_BYTES)
+                    rank = int(file.stem.removeprefix("rank-"))
+                    values[rank] = shared_files.parse_json(text, file)
                 return replace(end, values=values)
             return replace(end, status="failed", error=self._failure(result))
         except (ValueError, TypeError, AttributeError, OverflowError) as e:
@@ -132,10 +136,6 @@ class RunHandle:
         lines = [f"the run failed: {self.dir}", *run_view.failures_in_full(first, later)]
         lines += [f"logs: {self.dir / 'tasks'}", f"      {Submission(self.submission).logs}"]
         return WorkerGroupError("\n".join(lines), first, later)
-
-
-def _value_in(file: Path) -> Any:
-    return shared_files.parse_json(shared_files.read_text(file, shared_files.VALUE_BYTES), file)
 
 
 def results_folder(run: RunDir, result: Mapping[str, Any]) -> Path | None:

@@ -142,7 +142,8 @@ class Run:
             concurrent.futures.CancelledError: It was cancelled.
             RunDirectoryError: It was never submitted, or its files are damaged.
         """
-        from hpc_elastic.launcher.wait import Progress, Waiter, find_submission, read_handles
+        from hpc_elastic.launcher.run_handle import find_submission, read_handles
+        from hpc_elastic.launcher.wait import Progress, Waiter
         from hpc_elastic.report.run_view import CANCELLED
 
         deadline = math.inf if timeout is None else time.monotonic() + timeout

@@ -635,10 +635,11 @@ def wait_command(
     A launcher does the same by itself, unless launcher.wait=false. `hpc-elastic status --watch`
     shows all of one run.
     """
+    from hpc_elastic.launcher import run_handle
     from hpc_elastic.launcher import wait as launcher_wait
 
     only = None if state == "ended" or options.is_sweep(sweep) else sweep
-    runs = launcher_wait.read_handles(launcher_wait.find_submission(sweep), only)
+    runs = run_handle.read_handles(run_handle.find_submission(sweep), only)
     out = sys.stderr if as_json else sys.stdout
     if state != "ended":
         console = launcher_wait.console_for(out)

@@ -162,21 +162,21 @@ def _elsewhere(given: Given, backend: str) -> str | None:
         return f"; it is now called {new}" + (f" ({mapped})" if mapped else "")
     if name in TOP_LEVEL:
         return f"; it stands at the top level: {name}=..."
-    for place in _keys(BACKENDS[backend], "launcher"):
+    (other,) = BACKENDS.keys() - {backend}
+    ours, theirs = (list(_keys(BACKENDS[each], "launcher")) for each in (backend, other))
+    for place in ours:
         if place.rpartition(".")[2] == name:
             return f" (did you mean {place}?)"
-    for other in BACKENDS.keys() - {backend}:
-        if key in _keys(BACKENDS[other], "launcher"):
-            return f" with launcher={backend}; it belongs to launcher={other}"
+    if key in theirs:
+        return f" with launcher={backend}; it belongs to launcher={other}"
 
     def is_near(place: str) -> bool:
         return bool(near_miss(name, [place.rpartition(".")[2]]))
 
-    if any(map(is_near, _keys(BACKENDS[backend], "launcher"))):
+    if any(map(is_near, ours)):
         return None
-    for other in BACKENDS.keys() - {backend}:
-        if hint := near_miss(key, filter(is_near, _keys(BACKENDS[other], "launcher"))):
-            return f"{hint}; that belongs to launcher={other}, and this is launcher={backend}"
+    if hint := near_miss(key, filter(is_near, theirs)):
+        return f"{hint}; that belongs to launcher={other}, and this is launcher={backend}"
     return near_miss(name, TOP_LEVEL)
 
 

@@ -64,11 +64,11 @@ from hpc_elastic.errors import (
     SubmissionError,
 )
 from hpc_elastic.launcher import control
-from hpc_elastic.launcher.run_handle import RunHandle, SubmittedJobs, mark_cancelled
+from hpc_elastic.launcher.run_handle import RunHandle, SubmittedJobs, mark_cancelled, read_handles
 from hpc_elastic.launcher.slurm import SlurmJobs
 from hpc_elastic.launcher.submit import ended_by_interrupt, released_on_failure, submit
 from hpc_elastic.launcher.sweep import Batch, FrozenJob, Sweep
-from hpc_elastic.launcher.wait import Progress, Waiter, console_for, location, read_handles
+from hpc_elastic.launcher.wait import Progress, Waiter, console_for, location
 from hpc_elastic.report import run_view
 from hpc_elastic.report.progress_log import Point, read_points
 from hpc_elastic.run import events, job_of, ownership

@@ -8,7 +8,9 @@ comes back.
 from __future__ import annotations
 
 import json
+import shlex
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,12 +21,21 @@ from typing import Any, Protocol
 from hpc_elastic import shared_files
 from hpc_elastic.errors import DamagedFileError, RunDirectoryError, WorkerGroupError
 from hpc_elastic.report import run_view
-from hpc_elastic.report.run_view import CANCELLED, LOST, SUCCEEDED, RunEnd, end_with_result
+from hpc_elastic.report.run_view import (
+    CANCELLED,
+    LOST,
+    SUCCEEDED,
+    RunEnd,
+    end_with_result,
+    label_of,
+)
 from hpc_elastic.run import queue_name
-from hpc_elastic.run.directory import RunDir, Submission
+from hpc_elastic.run.directory import SUBMISSION, RunDir, Submission
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.registry import user
+from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.slurm.local_queue import LocalQueue
 
 _LONGEST_NAME = 200
 
@@ -180,3 +191,79 @@ def mark_cancelled(run: RunDir, warn: Callable[[str], None]) -> None:
     with suppress(OSError):
         shared_files.make_folder(run.event_logs)
     EventLog(run.events(COMMANDS), COMMANDS).write("cancel", user=who["user"], host=who["host"])
+
+
+# ---- runs that were submitted before
+
+
+@dataclass(frozen=True)
+class LocalView:
+    """Read-only view of the tasks that another process has launched with launcher=local."""
+
+    submission: Path
+    job_ids: Sequence[str]
+    result_job: None = None
+
+    def list_tasks(self) -> Mapping[str, TaskState]:
+        """Return the states of the launcher's tasks."""
+        return LocalQueue(Submission(self.submission)).tasks(self.job_ids)
+
+    def cancel(self) -> None:
+        """Do nothing: the launcher ends its processes."""
+
+    close = cancel
+
+    def release(self) -> str:
+        """Return the command that waits for the runs again."""
+        sweep = shlex.quote(str(self.submission.parent))
+        return f"The runs continue with their launcher.\n  wait: hpc-elastic wait {sweep}"
+
+
+def find_submission(folder: Path) -> Path:
+    """Return a sweep's (or its run's) ``.hpc_elastic``; raise RunDirectoryError if neither."""
+    if (folder / SUBMISSION).is_dir():
+        return folder / SUBMISSION
+    if shared_files.is_there(RunDir(folder).spec):
+        return Path(RunDir(folder).load().submission)
+    remedy = "give the directory of a sweep, such as multirun/2030-01-31/12-00-00"
+    raise RunDirectoryError(f"{folder} is not a sweep directory: {remedy}", remedy=remedy)
+
+
+def read_handles(submission: Path, only: Path | None = None) -> list[RunHandle]:
+    """Return the runs of a sweep that were submitted, or the one run in the directory ``only``.
+
+    Runs whose directories were removed are left out, and named on standard error. Raises
+    RunDirectoryError if none is left, or nothing was submitted from it.
+    """
+    job_ids = Submission(submission).job_ids()
+    if not job_ids:
+        arrays = Submission(submission).arrays()
+        scripts = " ".join(shlex.quote(str(a.script)) for a in arrays if a.script.exists())
+        remedy = f"; to submit it: sbatch {scripts}" if scripts else ""
+        raise RunDirectoryError(f"{submission.parent} was never submitted{remedy}")
+    dirs = [only] if only is not None else []
+    if only is None:
+        dirs = [path for k in job_ids for path in Submission(submission).array(k).run_dirs()]
+    there = {path: shared_files.is_there(path) for path in dict.fromkeys(dirs)}
+    removed = [path.name for path, is_there in there.items() if not is_there]
+    if len(removed) == len(there):
+        what = "has no runs left: their directories were removed"
+        raise RunDirectoryError(f"{submission.parent} {what}")
+    if removed:
+        print(f"left out, as their directories were removed: {', '.join(removed)}", file=sys.stderr)
+    specs = {path: RunDir(path).load() for path in there if there[path]}
+    jobs: SubmittedJobs
+    if next(iter(specs.values())).settings.backend == "local":
+        jobs = LocalView(submission, list(job_ids.values()))
+    else:
+        from hpc_elastic.launcher.slurm import SlurmJobs
+        from hpc_elastic.site import time_slots_of
+
+        me, client, ids = user(), SlurmClient(), list(job_ids.values())
+        is_own = all(spec.provenance.get("user", me) == me for spec in specs.values())
+        slots = time_slots_of(specs.values(), client) if is_own else ()
+        jobs = SlurmJobs(ids, submission.parent, client, slots)
+    return [
+        RunHandle(path, label_of(path, spec), tuple(spec.task_names(job_ids)), submission, jobs)
+        for path, spec in specs.items()
+    ]

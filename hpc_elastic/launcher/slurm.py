@@ -376,11 +376,11 @@ def without_effect(settings: RunSettings) -> list[str]:
     found: list[str] = []
     for _, launcher in settings.shares:
         assert isinstance(launcher, SlurmSettings)
-        if "[" in str(launcher.constraint):
-            found.append(f"launcher.constraint={launcher.constraint}")
-        for name, value in launcher.sbatch.items():
-            if name in ("contiguous", "switches") and value not in (None, False):
-                found.append(f"launcher.sbatch.{name}={value}")
+        flags = {f"launcher.sbatch.{name}": value for name, value in launcher.sbatch.items()}
+        for key, value in {"launcher.constraint": launcher.constraint, **flags}.items():
+            is_one_of = key.endswith(".constraint") and "[" in str(value)
+            is_near = key.endswith((".contiguous", ".switches")) and value not in (None, False)
+            found += [f"{key}={value}"] if is_one_of or is_near else []
     if not found or settings.nodes.max == 1 or settings.num_coallocated:
         return []
     what = "has no effect between nodes, each is a job of its own"

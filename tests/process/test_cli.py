@@ -23,8 +23,8 @@ from hpc_elastic.errors import (
 )
 from hpc_elastic.launcher import local
 from hpc_elastic.launcher.plan import RunRequest, make_plan
+from hpc_elastic.launcher.run_handle import LocalView, find_submission, read_handles
 from hpc_elastic.launcher.submit import write
-from hpc_elastic.launcher.wait import LocalView, find_submission, read_handles
 from hpc_elastic.run import registry
 from hpc_elastic.run.directory import Entry, RunDir, Submission
 

@@ -335,12 +335,11 @@ def time_limit_s(text: str) -> float | None:
     days, *rest = m.groups()
     parts = [int(part) for part in rest if part is not None]
     if days is not None:
-        hours, minutes, seconds = (*parts, 0, 0)[:3]
-        return float(((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds)
-    if len(parts) == 1:
-        return parts[0] * 60.0
-    hours, minutes, seconds = (0, *parts)[-3:]
-    return float((hours * 60 + minutes) * 60 + seconds)
+        parts = [*parts, 0, 0]
+    elif len(parts) < 3:  # minutes, with or without seconds
+        parts = [0, *parts, 0]
+    hours, minutes, seconds = parts[:3]
+    return float(((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def gpus_in_gres(gres: object) -> int | None:

@@ -143,29 +143,23 @@ def share_composition(context: HydraContext, config: DictConfig) -> None:
         context.config_loader = cast(Any, SharingLoader(context.config_loader))
 
 
-def require_sweep_dir(config: DictConfig) -> None:
-    """Raise ConfigError for ``hydra.run.dir``, which Hydra ignores in a sweep."""
-    typed = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
-    for override in map(str, typed or ()):  # ${hydra.job.num} has no value yet
-        key, _, value = override.partition("=")
+_LISTS_OF_SLURM = re.compile(r"launcher\.(exclude|constraint|gpus_per_node)")
+
+
+def check_overrides(config: DictConfig) -> None:
+    """Raise ConfigError for overrides that Hydra ignores, or reads otherwise than they are meant.
+
+    They are ``hydra.run.dir``, what is no text of the locale, and lists of Slurm's:
+    ``launcher.exclude=node1,node2`` would be two runs, each without one node. A sweep over
+    partitions is named.
+    """
+    typed: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
+    for line in map(str, itertools.chain(*typed.values())):  # ${hydra.job.num} has no value yet
+        key, _, value = line.partition("=")
         if key.lstrip("+") == "hydra.run.dir":
             remedy = "with a launcher, Hydra's runs are a sweep: use hydra.sweep.dir=..., and "
             remedy += "hydra.sweep.subdir=... for the folder of each run in it"
             raise ConfigError("hydra.run.dir", value, remedy)
-
-
-_LISTS_OF_SLURM = re.compile(r"launcher\.(exclude|constraint|gpus_per_node)")
-
-
-def check_choices(config: DictConfig) -> None:
-    """Refuse lists of Slurm's that Hydra reads as a choice, and what is no text of the locale.
-
-    A sweep over partitions is named. Raises ConfigError: ``launcher.exclude=node1,node2`` would be
-    two runs, each without one node.
-    """
-    typed: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
-    for line in map(str, itertools.chain(*typed.values())):
-        key, _, value = line.partition("=")
         if any("\ud800" <= letter <= "\udfff" for letter in line):
             where = sys.getfilesystemencoding()
             remedy = f"these bytes are no text in {where}: type UTF-8, and set LC_ALL=C.UTF-8 and "
@@ -710,10 +704,7 @@ def _yaml_at(path: Sequence[str], name: str, plain: Any) -> str:
     return text
 
 
-_FastDumper: Any = getattr(yaml, "CDumper", yaml.Dumper)
-
-
-class _Dumper(_FastDumper):  # type: ignore[misc]
+class _Dumper(getattr(yaml, "CDumper", yaml.Dumper)):  # type: ignore[misc]
     """OmegaConf's YAML, written by libyaml: eight times as fast."""
 
     def ignore_aliases(self, data: object) -> bool:

@@ -51,14 +51,8 @@ class ElasticLauncher(Launcher):
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         """Keep Hydra's arguments, and check that the sweep directory can be used."""
+        from hpc_elastic.launcher import sweep
         from hpc_elastic.launcher.submit import open_sweep
-        from hpc_elastic.launcher.sweep import (
-            Sweep,
-            check_choices,
-            require_sweep_dir,
-            share_composition,
-            without_traceback,
-        )
 
         if not self._is_chosen:
             ours = f"hydra/launcher=hpc_elastic_{OmegaConf.select(config, 'launcher.backend')}"
@@ -66,11 +60,10 @@ class ElasticLauncher(Launcher):
             remedy += f"add {ours} on the command line"
             choice = config.hydra.runtime.choices.get("hydra/launcher")
             _exit_without_effect(config, "hydra/launcher", choice, remedy)
-        share_composition(hydra_context, config)
-        self._sweep = Sweep(hydra_context, task_function, config)
-        with without_traceback():
-            require_sweep_dir(config)
-            check_choices(config)
+        sweep.share_composition(hydra_context, config)
+        self._sweep = sweep.Sweep(hydra_context, task_function, config)
+        with sweep.without_traceback():
+            sweep.check_overrides(config)
             open_sweep(self._sweep.dir)
 
     def launch(

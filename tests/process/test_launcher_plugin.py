@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from hpc_elastic._util import hydra_release
 from hpc_elastic.config.schema import SlurmSettings
 from hpc_elastic.errors import ConfigError, HpcElasticError, WorkerGroupError
-from hpc_elastic.launcher.sweep import check_choices, hide_traceback
+from hpc_elastic.launcher.sweep import check_overrides, hide_traceback
 from hpc_elastic.run.directory import RunDir
 
 ROOT = Path(__file__).parents[2]
@@ -257,9 +257,9 @@ def test_a_list_of_slurms_is_no_choice_of_hydras(name):
     """Two runs would train, each without one of the nodes; a quoted list is one value."""
     key, value = f"launcher.{name}", "a:1,b:1"
     with pytest.raises(ConfigError, match="a run for each value") as refused:
-        check_choices(typed(f"{key}={value}"))
+        check_overrides(typed(f"{key}={value}"))
     assert str(refused.value).count(f"""'{key}="{value}"'""") == 1
-    check_choices(typed(f'{key}="{value}"', "lr=1,2"))
+    check_overrides(typed(f'{key}="{value}"', "lr=1,2"))
 
 
 def test_bytes_that_are_no_text_are_refused_with_their_key(app):
@@ -271,7 +271,7 @@ def test_bytes_that_are_no_text_are_refused_with_their_key(app):
 
 def test_a_sweep_over_partitions_is_named(capsys):
     """It may be meant; a user of sbatch means one run on nodes of any of them."""
-    check_choices(typed("launcher.partition=a,b"))
+    check_overrides(typed("launcher.partition=a,b"))
     (line,) = capsys.readouterr().err.splitlines()
     assert "a run for each partition" in line and """'launcher.partition="a,b"'""" in line
 

@@ -11,16 +11,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpc_elastic import errors
 from hpc_elastic._util import counted
 from hpc_elastic.cli import options
-from hpc_elastic.errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-    CheckpointNotFoundError,
-    LocalQueueError,
-    RunDirectoryError,
-    SlurmError,
-)
 
 if TYPE_CHECKING:
     from hpc_elastic.checkpoint.manifest import Manifest
@@ -87,7 +80,7 @@ def find_checkpoints(path: Path) -> list[Path]:
     if found:
         return [folder for folder, _ in sorted(found, key=lambda one: -one[1])]
     remedy = "give a run that has saved one, or a directory with step-<number>/ in it"
-    raise CheckpointNotFoundError(f"{path} has no checkpoints: {remedy}")
+    raise errors.CheckpointNotFoundError(f"{path} has no checkpoints: {remedy}")
 
 
 def _examine(folder: Path) -> CheckpointFinding:
@@ -96,7 +89,7 @@ def _examine(folder: Path) -> CheckpointFinding:
 
     try:
         manifest = read_manifest(folder)
-    except CheckpointError as e:
+    except errors.CheckpointError as e:
         return CheckpointFinding(str(folder), problems=(str(e),))
     return CheckpointFinding(
         str(folder),
@@ -197,19 +190,22 @@ def _choose(run: Path, step: int | None) -> tuple[Path, Manifest]:
     folders = find_checkpoints(run)
     directories = sorted({str(folder.parent) for folder in folders})
     if len(directories) > 1:
-        remedy = f"give one of them in place of RUN: {', '.join(directories)}"
-        raise CheckpointNotFoundError(f"{run} has checkpoints in several directories: {remedy}")
+        what = f"give one of them in place of RUN: {', '.join(directories)}"
+        what = f"{run} has checkpoints in several directories: {what}"
+        raise errors.CheckpointNotFoundError(what)
     name = f"step-{step or 0:08d}"
     wanted = folders if step is None else [f for f in folders if f.name.split(".")[0] == name]
     if not wanted:
         known = ", ".join(folder.name for folder in folders)
-        raise CheckpointNotFoundError(f"{run} has no checkpoint of step {step}, only {known}")
+        raise errors.CheckpointNotFoundError(
+            f"{run} has no checkpoint of step {step}, only {known}"
+        )
     for folder in wanted:
         problems = _examine(folder).problems
         if not problems:
             return folder, read_manifest(folder)
         print(f"{folder.name} is damaged: {problems[0]}", file=sys.stderr)
-    raise CheckpointCorruptError(f"{run} has no good checkpoint; {problems[0]}")
+    raise errors.CheckpointCorruptError(f"{run} has no good checkpoint; {problems[0]}")
 
 
 # ---- ``hpc-elastic checkpoints prune``
@@ -274,18 +270,18 @@ def prune_command(
         raise click.UsageError(f"--keep-last 0 {what}. Add --yes to confirm")
     if keep_last == 0 and _has_tasks(run):
         remedy = "keep at least one, or cancel the run first"
-        raise RunDirectoryError(f"{run} goes on, and needs its newest checkpoint: {remedy}")
+        raise errors.RunDirectoryError(f"{run} goes on, and needs its newest checkpoint: {remedy}")
     spec = ownership.load_own(files, files.rdzv, files.saves_to)
     folder = directory or _only_directory(files)
     ownership.require_own(files.path, folder)
     mark = owner.read(folder)
     if mark is not None and mark.in_run and mark.run != spec.run_id:
-        raise RunDirectoryError(f"{folder} belongs to {mark} now: prune that run")
+        raise errors.RunDirectoryError(f"{folder} belongs to {mark} now: prune that run")
     try:
         has_started = files.rdzv.name in names_in(files.path)
         last = fencing.last_index(files.rdzv) if has_started else 0
     except OSError as e:
-        raise RunDirectoryError(f"{files.rdzv}: {e.strerror}") from e
+        raise errors.RunDirectoryError(f"{files.rdzv}: {e.strerror}") from e
     last_index = last if _has_tasks(run) else None
     cleaning = prune.plan_cleaning(
         folder, keep_last=keep_last, run_id=spec.run_id, last_index=last_index
@@ -322,13 +318,13 @@ def _only_directory(run: RunDir) -> Path:
     try:
         found = directories_of(run) or [d for d in [run.checkpoints] if d.is_dir()]
     except OSError as e:
-        raise RunDirectoryError(f"{e.filename or run.path}: {e.strerror}") from e
+        raise errors.RunDirectoryError(f"{e.filename or run.path}: {e.strerror}") from e
     if not found:
         remedy = "if its script saves elsewhere, add --directory DIR"
-        raise CheckpointNotFoundError(f"{run.path} has no checkpoints: {remedy}")
+        raise errors.CheckpointNotFoundError(f"{run.path} has no checkpoints: {remedy}")
     if len(found) > 1:
         which = f"select one with --directory DIR: {', '.join(map(str, found))}"
-        raise CheckpointNotFoundError(f"{run.path} saves to several directories; {which}")
+        raise errors.CheckpointNotFoundError(f"{run.path} saves to several directories; {which}")
     return found[0]
 
 
@@ -341,7 +337,7 @@ def _has_tasks(run: Path) -> bool:
     files = RunDir(run)
     try:
         return bool(Scheduler(files, files.load()).list_live_tasks())
-    except (SlurmError, LocalQueueError, RunDirectoryError) as e:
+    except (errors.SlurmError, errors.LocalQueueError, errors.RunDirectoryError) as e:
         if not is_there(files.spec):
             raise
         click.echo(f"assuming that the run goes on: {e}", err=True)

@@ -12,15 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpc_elastic import errors
 from hpc_elastic._util import quoted
 from hpc_elastic.cli import options
-from hpc_elastic.errors import (
-    HpcElasticError,
-    RunDirectoryError,
-    ScriptError,
-    SlurmError,
-    near_miss,
-)
 
 if TYPE_CHECKING:
     from hpc_elastic.run.directory import RunDir, RunSpec
@@ -181,7 +175,7 @@ def _resume_locally(run: Path, overrides: Sequence[str]) -> dict[str, Any]:
     if error or not resumed:
         why = error["message"] if error else "the launcher ended; its traceback is above"
         options.print_message(why)
-        raise ScriptError("the launcher", 1, error)
+        raise errors.ScriptError("the launcher", 1, error)
     return resumed
 
 
@@ -215,7 +209,7 @@ class NamedNode:
         """The state of its task; None if the scheduler lists none, or does not answer."""
         try:
             return _states(self.spec).get(self.task)
-        except HpcElasticError:
+        except errors.HpcElasticError:
             return None
 
     def wait_until(self, is_gone: Callable[[], bool], wait_s: float) -> float | None:
@@ -241,7 +235,7 @@ class NamedNode:
                 pass
         except OSError as e:
             remedy = "only its owner, and root, can take nodes from it"
-            raise RunDirectoryError(f"{log}: {e.strerror}: {remedy}") from e
+            raise errors.RunDirectoryError(f"{log}: {e.strerror}: {remedy}") from e
         EventLog(log, COMMANDS).write(
             kind, user=user(), host=self.host, node_task=self.task, **fields
         )
@@ -263,10 +257,10 @@ def find_node(run: Path, name: str) -> NamedNode:
     remedy = f"`hpc-elastic resume {spec.run_id}` restarts a run that has failed or was cancelled"
     if result is not None:
         what = f"{files.path} has ended ({result}), and has no nodes"
-        raise RunDirectoryError(what, remedy=remedy)
+        raise errors.RunDirectoryError(what, remedy=remedy)
     if mark is not None:
         what = f"{files.path} was cancelled{mark.by_whom}, and leaves its nodes"
-        raise RunDirectoryError(what, remedy=remedy)
+        raise errors.RunDirectoryError(what, remedy=remedy)
     states = _states(spec)
     running = {task: state for task, state in states.items() if state.phase is Phase.RUNNING}
     hosts = {task: state.node or "an unknown node" for task, state in running.items()}
@@ -281,10 +275,10 @@ def find_node(run: Path, name: str) -> NamedNode:
             what = f"{name}: the run has no node now; pending tasks: {waiting}"
         else:
             named = ", ".join(f"{host} (task {task})" for task, host in hosts.items())
-            near = near_miss(name, hosts.values())
+            near = errors.near_miss(name, hosts.values())
             what = f"{name} is not a node of the run{near}; its nodes: {named}"
         remedy = f"give a node or a task that `hpc-elastic status {spec.run_id}` shows as running"
-        raise RunDirectoryError(what, remedy=remedy)
+        raise errors.RunDirectoryError(what, remedy=remedy)
     (task,) = found
     return NamedNode(files, spec, task, hosts[task], states[task].restarts or 0)
 
@@ -296,7 +290,7 @@ def _states(spec: RunSpec) -> dict[str, TaskState]:
     queue = take_snapshot([spec])
     states = queue.tasks_of(spec)
     if states is None:
-        raise SlurmError(f"the nodes of the run are unknown: {queue.why_unknown(spec)}")
+        raise errors.SlurmError(f"the nodes of the run are unknown: {queue.why_unknown(spec)}")
     return states
 
 
@@ -317,7 +311,7 @@ class NodeName(click.ParamType):  # type: ignore[type-arg]  # generic since clic
         try:
             status = read_json(RunDir(options.find_run(str(ctx.params["run"]))).status) or {}
             hosts = [str(member["host"]) for member in status.get("members") or ()]
-        except (HpcElasticError, OSError, ValueError, KeyError, TypeError):
+        except (errors.HpcElasticError, OSError, ValueError, KeyError, TypeError):
             return []
         return [CompletionItem(host) for host in hosts if host.startswith(incomplete)]
 

@@ -5,33 +5,18 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic import site
 from hpc_elastic._util import counted, duration
 from hpc_elastic.config.parse import time_limit_s
-from hpc_elastic.config.schema import RunSettings, SlurmSettings
+from hpc_elastic.config.schema import RunSettings
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.run.directory import ArrayFiles, RunDir
 from hpc_elastic.shared_files import read_text
-from hpc_elastic.site import (
-    FAR_S,
-    NO_RESERVE_S,
-    SAME_S,
-    Outlook,
-    RunTimes,
-    Shape,
-    TaskTerms,
-    learned_starts,
-    no_reserve_qos,
-    outlook,
-    shapes,
-    soonest,
-    time_limit_of,
-    without_excluded,
-)
 from hpc_elastic.slurm import parsing
 from hpc_elastic.slurm.client import SiteClient
 
@@ -43,15 +28,15 @@ class RunForecast:
     time: float
     settings: RunSettings
     partitions: Sequence[str]
-    found: Outlook
-    shapes: Sequence[Shape]
+    found: site.Outlook
+    shapes: Sequence[site.Shape]
     notes: Sequence[str]
     learned_from: str
 
     @property
-    def soonest(self) -> Shape | None:
+    def soonest(self) -> site.Shape | None:
         """The shape that starts soonest; None if no start is known."""
-        return soonest(self.shapes)
+        return site.soonest(self.shapes)
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints; the help describes the keys."""
@@ -100,33 +85,44 @@ def make_forecast(scripts: Sequence[Path]) -> RunForecast:
     }
     states = {node: state for each in listed.values() for node, state in each.items()}
     jobs, now = client.queue(), time.time()
-    found = outlook(
-        without_excluded(states, settings.launcher), jobs, now,
+    found = site.outlook(
+        site.without_excluded(states, settings.launcher), jobs, now,
         partitions=names, are_jobs_hidden=parsing.hides_jobs(config),
     )  # fmt: skip
     notes = [*_notes(settings, found, config)]
-    no_reserve = no_reserve_qos(launchers, client)
-    pools: list[TaskTerms] = []
+    no_reserve = site.no_reserve_qos(launchers, client)
+    pools: list[site.TaskTerms] = []
     for (slots, _), launcher in zip(settings.shares, launchers, strict=True):
-        gap_s, note = _gap(launcher, no_reserve)
-        limit_s = time_limit_of(launcher, asked[launcher.partition])
+        gap_s = None
+        if launcher.qos in no_reserve:
+            gap_s = site.NO_RESERVE_S
+            notes.append(
+                f"QOS {launcher.qos} has NoReserve: its tasks start in gaps of any length, and are "
+                "preempted when the planned jobs start"
+            )
+        elif launcher.time_min is not None:
+            gap_s = time_limit_s(launcher.time_min)
+            notes.append(
+                f"launcher.time_min={launcher.time_min}: tasks start in gaps that are as long, and "
+                "return to the queue at their ends"
+            )
+        limit_s = site.time_limit_of(launcher, asked[launcher.partition])
         here = frozenset(listed[launcher.partition])
-        pools.append(TaskTerms(limit_s, gap_s, len(slots), here))
-        notes += [note] if note else []
+        pools.append(site.TaskTerms(limit_s, gap_s, len(slots), here))
     nodes = settings.nodes
     sizes = settings.node_counts or range(nodes.min, nodes.max + 1, nodes.unit)
     coallocated = settings.num_coallocated > 0
-    own, *shorter = shapes(found, pools, sizes, now, coallocated=coallocated)
+    own, *shorter = site.shapes(found, pools, sizes, now, coallocated=coallocated)
     tested, refused = _tests(client, scripts, settings, now)
     notes += refused
     own = replace(
         own, tested=tested, is_queue_empty=not found.num_waiting and not parsing.hides_jobs(config)
     )
-    known = RunTimes(*client.job_runs(), now)
+    known = site.RunTimes(*client.job_runs(), now)
     found_shapes = [own, *shorter]
     if len(pools) == 1:
         found_shapes = [
-            replace(shape, learned=learned_starts(
+            replace(shape, learned=site.learned_starts(
                 found, jobs, replace(pools[0], limit_s=shape.limit_s), sizes, known, now,
                 partitions=names, coallocated=coallocated,
             ))
@@ -143,23 +139,6 @@ def make_forecast(scripts: Sequence[Path]) -> RunForecast:
     return RunForecast(now, settings, names, found, found_shapes, notes, note)
 
 
-def _gap(
-    launcher: SlurmSettings, no_reserve: Container[str | None]
-) -> tuple[float | None, str | None]:
-    """Return the shortest gap in which a task starts, and a note; None: as its time limit."""
-    if launcher.qos in no_reserve:
-        return NO_RESERVE_S, (
-            f"QOS {launcher.qos} has NoReserve: its tasks start in gaps of any length, and are "
-            "preempted when the planned jobs start"
-        )
-    if launcher.time_min is None:
-        return None, None
-    return time_limit_s(launcher.time_min), (
-        f"launcher.time_min={launcher.time_min}: tasks start in gaps that are as long, and return "
-        "to the queue at their ends"
-    )
-
-
 def _tests(
     client: SiteClient, scripts: Sequence[Path], settings: RunSettings, now: float
 ) -> tuple[dict[int, float], list[str]]:
@@ -173,27 +152,21 @@ def _tests(
     tests = [(script, own, 1) for script, own in zip(scripts, launchers, strict=False)]
     tests += [(scripts[0], launchers[0], number) for number in sorted(sizes - {1})]
     for script, own, number in tests:
+        flags = [f"--nodes={number}", f"--ntasks={number}"]
+        flags += ["--array=0"] if "\n#SBATCH --array=" in read_text(script) else []
         try:
-            at = _test(client, script, number)
+            at = parsing.parse_expected_start(client.test_only(str(script), flags))
         except SlurmCommandError as e:
             if number == 1:
                 raise refusal(e, own, client) from e
             notes.append(f"sbatch --test-only, {number} nodes: {' '.join(e.stderr.split())}")
             continue
-        if at is not None and at - now < FAR_S:
+        if at is not None and at - now < site.FAR_S:
             tested[number] = min(at, tested.get(number, math.inf))
     return tested, notes
 
 
-def _test(client: SiteClient, script: Path, number: int) -> float | None:
-    """Return when Slurm would start a job of some nodes; None if sbatch prints no time."""
-    flags = [f"--nodes={number}", f"--ntasks={number}"]
-    if "\n#SBATCH --array=" in read_text(script):
-        flags.append("--array=0")
-    return parsing.parse_expected_start(client.test_only(str(script), flags))
-
-
-def _notes(settings: RunSettings, found: Outlook, config: Mapping[str, str]) -> Iterator[str]:
+def _notes(settings: RunSettings, found: site.Outlook, config: Mapping[str, str]) -> Iterator[str]:
     """Yield what the forecast does not include, or cannot."""
     from hpc_elastic.launcher.batch_script import has_whole_nodes
 
@@ -268,7 +241,7 @@ def print_forecast(forecast: RunForecast) -> None:
 _MOST_STEPS = 4
 
 
-def _growth(forecast: RunForecast, shape: Shape) -> str:
+def _growth(forecast: RunForecast, shape: site.Shape) -> str:
     """Return the growth of the run: ``3 now, 5 at 14:20, 16 at 18:00``."""
     steps = shape.growth
     shown = steps if len(steps) <= _MOST_STEPS else [*steps[: _MOST_STEPS - 1], steps[-1]]
@@ -301,22 +274,22 @@ def sentences(forecast: RunForecast) -> Iterator[str]:
         yield f"With launcher.time={limit_s // 60:.0f} it has {counted(most, 'node')} then."
     may_be_one = nodes.min > nodes.unit == 1 and not forecast.settings.node_counts
     fewer = best.start_of(1) if may_be_one else None
-    if fewer is not None and starts is not None and starts - fewer >= SAME_S:
+    if fewer is not None and starts is not None and starts - fewer >= site.SAME_S:
         yield f"With nodes=1:{nodes.max} it starts {_at(fewer, now, 'at ')} with 1 node."
 
 
-def _num_at_once(forecast: RunForecast, shape: Shape) -> int:
+def _num_at_once(forecast: RunForecast, shape: site.Shape) -> int:
     """Return the size of the run in its first minute, if that is the first minute of the best."""
     steps, best = shape.growth, forecast.soonest
     first = None if best is None else best.starts_at
-    return steps[0][0] if steps and first is not None and steps[0][1] - first < SAME_S else 0
+    return steps[0][0] if steps and first is not None and steps[0][1] - first < site.SAME_S else 0
 
 
 def _limit(limit_s: float) -> str:
     return duration(limit_s) if math.isfinite(limit_s) else "none"
 
 
-def _start(shape: Shape, now: float, before: str = "") -> str:
+def _start(shape: site.Shape, now: float, before: str = "") -> str:
     """Return when a shape has the minimum: eight of ten starts, or by the time limits."""
     from hpc_elastic.cli.status import span
 
@@ -329,4 +302,4 @@ def _at(at: float | None, now: float, before: str = "") -> str:
 
     if at is None:
         return "unknown"
-    return "now" if at - now < SAME_S else f"{before}{clock(at, now)}"
+    return "now" if at - now < site.SAME_S else f"{before}{clock(at, now)}"

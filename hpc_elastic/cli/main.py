@@ -75,7 +75,7 @@ _SECTIONS: dict[str, Section] = {
         "list": ("status", "List your runs, the newest first."),
         "wait": ("submit", "Wait for submitted runs and show their progress."),
         "logs": ("logs", "Show or follow the output of all workers, in order of time."),
-        "events": ("events", "Show what happened to a run, and why."),
+        "events": ("report", "Show what happened to a run, and why."),
         "report": ("report", "Write a page on a run, or show runs live in a browser."),
     },
     "Control": {

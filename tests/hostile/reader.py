@@ -65,7 +65,6 @@ def _serve() -> None:
         check,
         checkpoints,
         control,
-        events,
         logs,
         main,
         report,

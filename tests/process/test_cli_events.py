@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.cli.events import TimelinePrinter
 from hpc_elastic.cli.main import main
+from hpc_elastic.cli.report import TimelinePrinter
 from hpc_elastic.run.directory import Entry, RunDir
 from hpc_elastic.shared_files import write_atomic
 from made_events import begun, event, group, left, node, notice, stop

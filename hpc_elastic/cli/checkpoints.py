@@ -109,12 +109,12 @@ def _print_findings(findings: Sequence[CheckpointFinding]) -> None:
     table = Table("checkpoint", "saved", "size", "ranks", "state")
     has_several = len({Path(finding.folder).parent for finding in findings}) > 1
     for finding in findings:
-        created, num_bytes = finding.created, finding.num_bytes
+        created, num_bytes, ranks = finding.created, finding.num_bytes, finding.world_size
         table.add_row(
             finding.folder if has_several else Path(finding.folder).name,
             "?" if created is None else time.strftime("%F %T", time.localtime(created)),
             "?" if num_bytes is None else f"{num_bytes / 1e6:,.1f} MB",
-            "?" if finding.world_size is None else str(finding.world_size),
+            "?" if ranks is None else str(ranks),
             "damaged" if finding.problems else "good",
         )
     out = console()
@@ -268,7 +268,7 @@ def prune_command(
     if keep_last == 0 and not (yes or dry_run):
         what = "removes every checkpoint: the run could not be resumed"
         raise click.UsageError(f"--keep-last 0 {what}. Add --yes to confirm")
-    if keep_last == 0 and _has_tasks(run):
+    if keep_last == 0 and _has_tasks(files):
         remedy = "keep at least one, or cancel the run first"
         raise errors.RunDirectoryError(f"{run} goes on, and needs its newest checkpoint: {remedy}")
     spec = ownership.load_own(files, files.rdzv, files.saves_to)
@@ -282,9 +282,9 @@ def prune_command(
         last = fencing.last_index(files.rdzv) if has_started else 0
     except OSError as e:
         raise errors.RunDirectoryError(f"{files.rdzv}: {e.strerror}") from e
-    last_index = last if _has_tasks(run) else None
+    index = last if _has_tasks(files) else None
     cleaning = prune.plan_cleaning(
-        folder, keep_last=keep_last, run_id=spec.run_id, last_index=last_index
+        folder, keep_last=keep_last, run_id=spec.run_id, last_index=index
     )
     ownership.require_own(folder, *(item.folder for item in cleaning.going))
     left = [] if dry_run else prune.remove_folders(cleaning)
@@ -328,13 +328,11 @@ def _only_directory(run: RunDir) -> Path:
     return found[0]
 
 
-def _has_tasks(run: Path) -> bool:
+def _has_tasks(files: RunDir) -> bool:
     """Whether the run may have a task; True if the scheduler does not answer."""
-    from hpc_elastic.run.directory import RunDir
     from hpc_elastic.shared_files import is_there
     from hpc_elastic.slurm.scheduler import Scheduler
 
-    files = RunDir(run)
     try:
         return bool(Scheduler(files, files.load()).list_live_tasks())
     except (errors.SlurmError, errors.LocalQueueError, errors.RunDirectoryError) as e:

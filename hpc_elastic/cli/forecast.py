@@ -10,8 +10,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from hpc_elastic import site
+from hpc_elastic._console import console, plain_table
 from hpc_elastic._util import counted, duration
+from hpc_elastic.cli.status import clock, span
 from hpc_elastic.config.parse import time_limit_s
 from hpc_elastic.config.schema import RunSettings
 from hpc_elastic.errors import SlurmCommandError
@@ -204,10 +208,6 @@ def _notes(settings: RunSettings, found: site.Outlook, config: Mapping[str, str]
 
 def print_forecast(forecast: RunForecast) -> None:
     """Print a forecast as a table and sentences."""
-    from rich.text import Text
-
-    from hpc_elastic._console import console, plain_table
-
     out, found = console(), forecast.found
     parts = [f"{found.num_idle} idle"]
     if found.num_planned:
@@ -291,15 +291,11 @@ def _limit(limit_s: float) -> str:
 
 def _start(shape: site.Shape, now: float, before: str = "") -> str:
     """Return when a shape has the minimum: eight of ten starts, or by the time limits."""
-    from hpc_elastic.cli.status import span
-
     learned = shape.learned.get(shape.sizes[0])
     return _at(shape.starts_at, now, before) if learned is None else span(learned, now)
 
 
 def _at(at: float | None, now: float, before: str = "") -> str:
-    from hpc_elastic.cli.status import clock
-
     if at is None:
         return "unknown"
     return "now" if at - now < site.SAME_S else f"{before}{clock(at, now)}"

@@ -206,19 +206,6 @@ _LABEL_WIDTH = 10
 
 def page(details: RunDetails, width: int, *, most_tasks: int = _MOST_TASKS) -> RenderableType:
     """Return the whole page; tasks beyond ``most_tasks`` are counted."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", min_width=_LABEL_WIDTH, no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, text in _rows(details, max(24, width - _LABEL_WIDTH - 4)):
-        grid.add_row(label, text)
-    parts: list[RenderableType] = [_head(details), Text(), grid, Text()]
-    if details.tasks:
-        parts += [_tasks(details, most_tasks)]
-    parts += [Text(f"! {note}", style="yellow") for note in details.notes]
-    return Group(*parts)
-
-
-def _head(details: RunDetails) -> RenderableType:
     view = details.view
     title = Text.assemble((details.run_id, "bold"), "  ")
     title.append(f"● {view.phase}", PHASES.get(view.phase, "bold"))
@@ -227,7 +214,14 @@ def _head(details: RunDetails) -> RenderableType:
     where = Text(str(view.run.path), style="dim", overflow="fold")
     if details.label:
         where.append(f"\n{details.label}")
-    return Group(title, where)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", min_width=_LABEL_WIDTH, no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in _rows(details, max(24, width - _LABEL_WIDTH - 4)):
+        grid.add_row(label, text)
+    tasks = [_tasks(details, most_tasks)] if details.tasks else []
+    notes = [Text(f"! {note}", style="yellow") for note in details.notes]
+    return Group(title, where, Text(), grid, Text(), *tasks, *notes)
 
 
 def _rows(details: RunDetails, width: int) -> Iterator[tuple[str, RenderableType]]:
@@ -353,9 +347,6 @@ def _node_time_bar(spent: Mapping[str, float], total: float, width: int) -> Rend
     return Group(bar, legend)
 
 
-# ---- tasks ---------------------------------------------------------------------------------
-
-
 def _tasks(details: RunDetails, most: int) -> RenderableType:
     table = plain_table()
     rows = list(_grouped(details.tasks))
@@ -413,9 +404,6 @@ def _state(task: RunTask, num: int) -> Text:
     if task.state == "PENDING" and 0 < starts_in_s < FAR_S:
         text.append(f" in {duration(starts_in_s)}", style="dim")
     return text
-
-
-# ---- one line ------------------------------------------------------------------------------
 
 
 def line(details: RunDetails) -> str:

@@ -83,25 +83,18 @@ _IMPORT_S = 20.0  # a node that comes late joins after that, even if its warm wo
 
 @dataclass(frozen=True)
 class AgentContext:
-    """What an agent works with.
-
-    Attributes:
-        nproc: The number of workers.
-        control: Folder of the control pages, in memory.
-        is_command: Whether the workers run a command, which succeeds by its exit code.
-        replica: The node's, where its workers are one (``ft=true``).
-    """
+    """What an agent works with."""
 
     task: Task
     place: NodeIdentity
-    nproc: int
+    nproc: int  # number of workers
     stores: RoundStores
-    control: AgentFolder
+    control: AgentFolder  # of the control pages, in memory
     settings: AgentSettings
     notices: preemption.PreemptionState
     events: EventLog
-    is_command: bool
-    replica: Replica | None
+    is_command: bool  # the workers run a command, which succeeds by its exit code
+    replica: Replica | None  # the node's, where its workers are one (``ft=true``)
     times: OutputTimes
     observer: WorkerObserver
 

@@ -188,7 +188,6 @@ class NodeAgent:
         notices: preemption.PreemptionState,
     ) -> None:
         self._task = task
-        self._spec = task.spec
         self._events = events
         self._control = control
         self._notifier = Notifier(task.run, task.spec, events.write)
@@ -233,7 +232,7 @@ class NodeAgent:
             settings.nproc_per_node, self._task.slurm.cpus_on_node,
             None if checks is None else checks.num_gpus, is_local=settings.backend == "local",
         )  # fmt: skip
-        is_given = self._task.spec.settings.launcher.interface is not None
+        is_given = settings.launcher.interface is not None
         os.environ |= interface.group_variables(self._interface.name, is_given=is_given)
         os.environ[DIRECTORY_VARIABLE] = str(self._control.path)
         os.environ[CPUS_VARIABLE] = json.dumps(checks.cpus if checks is not None else [])
@@ -300,7 +299,7 @@ class NodeAgent:
     def _run_agent(
         self, session: Session, warm_workers: WarmWorkerPool, times: OutputTimes
     ) -> None:
-        task, spec, host = self._task, self._spec, self._task.slurm.node_name
+        task, spec, host = self._task, self._task.spec, self._task.slurm.node_name
         if session.replica is not None and session.replica.relays is not None:
             self._stores.contents = {STORE_KEY: json.dumps(session.replica.relays.where)}
         launcher = spec.settings.launcher
@@ -346,15 +345,16 @@ class NodeAgent:
             self._scheduler.is_running,
             tuple(found[0] for found in interface.group_addresses() if found),
         )
-        socket = self._control.path / "ft.sock" if self._spec.settings.ft else None
+        settings = task.spec.settings
+        socket = self._control.path / "ft.sock" if settings.ft else None
         session = Session(me, candidate, progress=self._observer.progress, ft_socket=socket)
         if socket is not None:
-            max_replicas = self._spec.settings.nodes.max // self._spec.settings.nodes.unit
+            max_replicas = settings.nodes.max // settings.nodes.unit
             self._replica = Replica(me, session, socket, max_replicas, self._events.write_behind)
         return session
 
     def _leader_context(self) -> leader.LeaderContext:
-        run, spec, events = self._task.run, self._spec, self._events
+        run, spec, events = self._task.run, self._task.spec, self._events
         settings, secret = spec.settings.launcher.rendezvous, read_bytes(run.secret)
         return leader.LeaderContext(
             rules=RoundRules.of(

@@ -254,20 +254,15 @@ class DrainController:
 class TimeLimitSource:
     """What Slurm reports about this task. Both calls may block for seconds.
 
-    Attributes:
-        predict_exit: How the task would end now; None where Slurm does not answer.
-        time_left_s: What is left of its wall time, None where it has no end; raises
-            `SlurmCommandError` where Slurm does not answer.
-        known_left_s: The same, as far as it is known without a query.
-        spread_s: All tasks query within this many seconds whether their limit was changed.
-        first_spread_s: The same for the first query, where nothing is known.
+    ``time_left_s`` returns what is left of its wall time, None where it has no end, and raises
+    `SlurmCommandError` where Slurm does not answer.
     """
 
-    predict_exit: Callable[[], ExitAction | None]
+    predict_exit: Callable[[], ExitAction | None]  # if it ended now; None: Slurm is silent
     time_left_s: Callable[[], float | None]
-    known_left_s: float | None = None
-    spread_s: float = 0.0
-    first_spread_s: float = 0.0
+    known_left_s: float | None = None  # the same, as far as it is known without a query
+    spread_s: float = 0.0  # within which all tasks query whether their limit was changed
+    first_spread_s: float = 0.0  # the same for the first query, where nothing is known
 
 
 class PreemptionWatcher:

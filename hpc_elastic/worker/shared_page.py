@@ -83,20 +83,15 @@ _POLL_INTERVAL_S = 0.002
 class CheckpointRequest:
     """What the leader asks of all workers of a round.
 
-    Attributes:
-        number: Rises with each request, from 1 to 2**22; it stays when a request is confirmed.
-        step: Where to save, at the first step at or beyond it that a worker polls, from 1 to
-            2**40 - 2; 0 only asks how far the workers are; None: at each worker's next checkpoint.
-        confirmed: Whether all workers act on it. Before that they wait at the step.
-        pause: Whether they stay at that checkpoint, since the group is about to change.
-        released: Whether they need not stay any more.
+    ``step`` is where to save, at the first step at or beyond it that a worker polls, from 1 to
+    2**40 - 2; 0 only asks how far the workers are; None: at each worker's next checkpoint.
     """
 
-    number: int
+    number: int  # rises with each request, from 1 to 2**22; stays when a request is confirmed
     step: int | None
-    confirmed: bool = False
-    pause: bool = False
-    released: bool = False
+    confirmed: bool = False  # all workers act on it; before that they wait at the step
+    pause: bool = False  # they stay at that checkpoint, since the group is about to change
+    released: bool = False  # they need not stay any more
 
 
 class SharedPage:

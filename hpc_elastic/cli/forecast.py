@@ -16,7 +16,6 @@ from hpc_elastic import site
 from hpc_elastic._console import console, plain_table
 from hpc_elastic._util import counted, duration
 from hpc_elastic.cli.status import clock, span
-from hpc_elastic.config.parse import time_limit_s
 from hpc_elastic.config.schema import RunSettings
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.run.directory import ArrayFiles, RunDir
@@ -95,24 +94,21 @@ def make_forecast(scripts: Sequence[Path]) -> RunForecast:
     )  # fmt: skip
     notes = [*_notes(settings, found, config)]
     no_reserve = site.no_reserve_qos(launchers, client)
-    pools: list[site.TaskTerms] = []
+    pools = []
     for (slots, _), launcher in zip(settings.shares, launchers, strict=True):
-        gap_s = None
+        terms = site.task_terms(launcher, asked[launcher.partition], no_reserve)
+        here = frozenset(listed[launcher.partition])
+        pools.append(replace(terms, number=len(slots), nodes=here))
         if launcher.qos in no_reserve:
-            gap_s = site.NO_RESERVE_S
             notes.append(
                 f"QOS {launcher.qos} has NoReserve: its tasks start in gaps of any length, and are "
                 "preempted when the planned jobs start"
             )
         elif launcher.time_min is not None:
-            gap_s = time_limit_s(launcher.time_min)
             notes.append(
                 f"launcher.time_min={launcher.time_min}: tasks start in gaps that are as long, and "
                 "return to the queue at their ends"
             )
-        limit_s = site.time_limit_of(launcher, asked[launcher.partition])
-        here = frozenset(listed[launcher.partition])
-        pools.append(site.TaskTerms(limit_s, gap_s, len(slots), here))
     nodes = settings.nodes
     sizes = settings.node_counts or range(nodes.min, nodes.max + 1, nodes.unit)
     coallocated = settings.num_coallocated > 0

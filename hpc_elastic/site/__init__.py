@@ -17,7 +17,6 @@ no rule about them.
 from hpc_elastic.site.forecast import RunTimes as RunTimes
 from hpc_elastic.site.forecast import StartTimes as StartTimes
 from hpc_elastic.site.gaps import FAR_S as FAR_S
-from hpc_elastic.site.gaps import NO_RESERVE_S as NO_RESERVE_S
 from hpc_elastic.site.gaps import SAME_S as SAME_S
 from hpc_elastic.site.gaps import ExpectedStart as ExpectedStart
 from hpc_elastic.site.gaps import Outlook as Outlook
@@ -30,7 +29,7 @@ from hpc_elastic.site.gaps import no_reserve_qos as no_reserve_qos
 from hpc_elastic.site.gaps import outlook as outlook
 from hpc_elastic.site.gaps import shapes as shapes
 from hpc_elastic.site.gaps import soonest as soonest
-from hpc_elastic.site.gaps import time_limit_of as time_limit_of
+from hpc_elastic.site.gaps import task_terms as task_terms
 from hpc_elastic.site.gaps import without_excluded as without_excluded
 from hpc_elastic.site.harvest import choose_terms as choose_terms
 from hpc_elastic.site.limits import TimeSlots as TimeSlots

@@ -27,7 +27,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -504,14 +504,22 @@ def without_excluded(states: Mapping[str, str], launcher: Any) -> dict[str, str]
     return {node: state for node, state in states.items() if node not in left_out}
 
 
-def time_limit_of(launcher: SlurmSettings, partitions: Sequence[Partition]) -> float:
-    """Return the time limit of a run's tasks in seconds; infinite without a limit (pure)."""
+def task_terms(
+    launcher: SlurmSettings, partitions: Sequence[Partition], no_reserve: Container[str | None]
+) -> TaskTerms:
+    """Return the terms of a pool's tasks in some partitions (pure).
+
+    A QOS in ``no_reserve`` has that flag. It counts before ``time_min``: backfill takes its tasks
+    for jobs of a minute, whatever their time limit is.
+    """
     given = launcher.sbatch.get("time", launcher.time)
-    if given is not None:
-        asked = time_limit_s(str(given))
-        return math.inf if asked is None else asked
-    defaults = [p.default_time_s or p.max_time_s or math.inf for p in partitions]
-    return min(defaults, default=math.inf)
+    if given is None:
+        defaults = [p.default_time_s or p.max_time_s or math.inf for p in partitions]
+        limit_s: float | None = min(defaults, default=math.inf)
+    else:
+        limit_s = time_limit_s(str(given))
+    gap_s = NO_RESERVE_S if launcher.qos in no_reserve else time_limit_s(launcher.time_min or "")
+    return TaskTerms(math.inf if limit_s is None else limit_s, gap_s)
 
 
 def no_reserve_qos(launchers: Sequence[Any], client: SiteClient) -> frozenset[str]:
@@ -540,17 +548,15 @@ def next_start(
     partitions, own = client.all_partitions(), set(run_tasks.jobs_of(spec))
     jobs = client.queue()
     ahead, now, starts = ahead_of(jobs, own), time.time(), list[float]()
-    no_reserve = no_reserve_qos([each for each in launchers if not each.time_min], client)
+    no_reserve = no_reserve_qos(launchers, client)
     for launcher in launchers:
         chosen = selected(partitions, launcher.partition)
         names = [partition.name for partition in chosen]
         listed = client.each_node(",".join(names) or launcher.partition)
-        states, limit_s = without_excluded(listed, launcher), time_limit_of(launcher, chosen)
-        has_gaps = not launcher.time_min and launcher.qos in no_reserve
-        gap_s = NO_RESERVE_S if has_gaps else time_limit_s(launcher.time_min or "")
-        terms = TaskTerms(limit_s, gap_s)
+        states = without_excluded(listed, launcher)
+        terms = task_terms(launcher, chosen, no_reserve)
         if launcher.time_min:
-            windows = terms.windows(outlook(states, ahead, now), limit_s)
+            windows = terms.windows(outlook(states, ahead, now), terms.limit_s)
             starts += [begin for (begin, _), *_ in windows.values()]
     at = min(starts, default=math.inf if expected.at is None else expected.at)
     expected = replace(expected, at=None if at == math.inf else min(at, expected.at or at))

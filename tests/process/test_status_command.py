@@ -27,7 +27,7 @@ from hpc_elastic.run.events import EventLog
 from hpc_elastic.site import StartTimes, next_start
 from hpc_elastic.site.gaps import ExpectedStart
 from hpc_elastic.slurm.job_state import TaskState
-from hpc_elastic.slurm.parsing import RESERVED, JobRun, Partition, QueuedJob
+from hpc_elastic.slurm.parsing import RESERVED, JobRun, Partition, Qos, QueuedJob
 from hpc_elastic.slurm.scheduler import QueueSnapshot
 from specs import spec_of, started_run
 
@@ -154,6 +154,10 @@ class Busy:
         """The jobs."""
         return self.jobs
 
+    def all_qos(self) -> list[Qos]:
+        """One, whose jobs backfill takes for jobs of a minute."""
+        return [Qos("gaps", frozenset({"NoReserve"}))]
+
     def each_node(self, partition: str) -> dict[str, str]:
         """Both."""
         self.calls.append(partition)
@@ -172,6 +176,7 @@ class Busy:
     [
         ({"time_min": "5"}, 20),
         ({"time_min": "20"}, 120),  # behind the reservation
+        ({"time_min": "20", "qos": "gaps"}, 20),
         ({"time_min": "5", "exclude": "n[0-1]"}, 120),
         ({}, None),
         ({"time_min": "5", "constraint": "a100"}, None),

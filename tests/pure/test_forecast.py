@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from hpc_elastic.config.schema import SlurmSettings
 from hpc_elastic.site.gaps import (
     NO_RESERVE_S,
     NodeOutlook,
@@ -15,6 +16,7 @@ from hpc_elastic.site.gaps import (
     outlook,
     shapes,
     soonest,
+    task_terms,
 )
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.parsing import RESERVED, QueuedJob, parse_reservations
@@ -139,6 +141,22 @@ def test_a_task_that_reserves_nothing_starts_in_any_gap():
     found = outlook(HOLES, [RUNS, PLANNED], NOW)
     (own,) = shapes(found, [TaskTerms(8 * HOUR, NO_RESERVE_S)], (1, 2), NOW)
     assert [(at - NOW) / HOUR for at in own.starts] == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "gap_s"),
+    [
+        ({}, None),
+        ({"time_min": "20"}, 1200.0),
+        ({"qos": "gaps"}, NO_RESERVE_S),
+        ({"qos": "gaps", "time_min": "20"}, NO_RESERVE_S),
+        ({"qos": "other", "time_min": "20"}, 1200.0),
+    ],
+)
+def test_the_shortest_gap_is_one_rule_for_status_and_forecast(settings, gap_s):
+    """Slurm's NoReserve counts before the least time limit."""
+    launcher = SlurmSettings(time="60", **settings)
+    assert task_terms(launcher, (), {"gaps"}) == TaskTerms(HOUR, gap_s)
 
 
 def test_a_task_that_takes_what_is_left_of_a_gap_starts_in_one_of_its_least_length():

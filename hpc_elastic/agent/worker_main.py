@@ -58,9 +58,9 @@ _FRAMES_OF_OURS = (
     runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>",
 )  # fmt: skip
 _ADAPTERS = {
-    "lightning.pytorch": "hpc_elastic.integrations.adapted_lightning",
-    "pytorch_lightning": "hpc_elastic.integrations.adapted_lightning",
-    "transformers.trainer": "hpc_elastic.integrations.adapted_huggingface",
+    "lightning.pytorch": "hpc_elastic.integrations.lightning",
+    "pytorch_lightning": "hpc_elastic.integrations.lightning",
+    "transformers.trainer": "hpc_elastic.integrations.huggingface",
 }
 """Modules of frameworks, and what makes a script that imports them elastic, a layer above."""
 _MAIN_NAMES = ("__main__", "__mp_main__")

@@ -25,11 +25,18 @@ write the same folder again. Where the group is about to change, an evaluation w
 save: the mark notes that it is due, and it is made at the restart.
 
 For another Trainer (such as TRL's): ``class MyTrainer(ElasticTraining, SFTTrainer): ...``.
+
+A worker calls `install` once its script has imported the framework (``launcher.adapt``):
+transformers has no entry point for plugins, and a callback can change neither the batch nor the
+data. So ``Trainer.__init__`` is wrapped. Where the arguments allow an exact training, the trainer's
+class becomes one with `ElasticTraining` before it; else the trainer is left as it is.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import itertools
 import json
 import logging
@@ -43,9 +50,13 @@ from hpc_elastic.data import ElasticSampler
 from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.integrations.loader import (
+    REMEDY,
     ElasticLoader,
     divide_equally,
     elastic_copy,
+    exact,
+    global_batch,
+    print_level,
     sort_by_step,
     sync_all,
 )
@@ -660,3 +671,69 @@ def _starting_point(folder: Path, given: Any) -> Path | None:
         key, given, f"it has no {MARK}: it is incomplete or of another Trainer, and its position "
         "in the data is unknown: remove it; or begin anew with the model of from_pretrained",
     )  # fmt: skip
+
+
+# ---- scripts without a change
+
+
+_NAME = "Hugging Face Trainer"
+
+
+def install() -> None:
+    """Adapt each Trainer that this process makes."""
+    make = Trainer.__init__
+
+    @functools.wraps(make)
+    def make_elastic(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if isinstance(trainer, ElasticTraining):
+            make(trainer, *args, **kwargs)
+            return
+        given = inspect.signature(make).bind(trainer, *args, **kwargs).arguments
+        del given["self"]
+        theirs = given.get("args") or TrainingArguments(output_dir="tmp_trainer")  # as it does
+        batch = _global_batch(theirs)
+        cls: Any = type(trainer)
+        trainer.__class__ = _elastic(cls)
+        try:
+            given["args"] = trainer._prepare(theirs, given.get("train_dataset"), batch, {})
+        except ConfigError as e:
+            trainer.__class__ = cls
+            why = f"{e}; it continues from its own checkpoints, if it reads them"
+            print_level(_NAME, "", level=1, why=why)
+            make(trainer, *args, **kwargs)
+            return
+        make(trainer, **given)
+        trainer._set_up()
+
+    Trainer.__init__ = make_elastic
+
+
+def _global_batch(args: TrainingArguments) -> int:
+    """Return the batch of this run: that of its checkpoints, or else of the fewest workers."""
+    newest = newest_checkpoint(args.output_dir)
+    if newest is not None and (mark := mark_of(Path(newest)))["trainer"].get("run") == own_run():
+        return int(mark["global_batch"])
+    of_worker = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    return global_batch(of_worker)
+
+
+@functools.cache
+def _elastic(cls: type) -> Any:
+    """Return a Trainer's class with the mixin before it."""
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__")}
+    return type(cls.__name__, (_Adapted, cls), names)
+
+
+class _Adapted(ElasticTraining):
+    """Says what was adapted; and how to do without, where the script asks for what cannot be."""
+
+    _keeps_extra = False
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train, as `ElasticTraining`."""
+        why = exact(self._batch.global_batch_size)
+        print_level(_NAME, "callback, loader, gradients", level=3, why=why)
+        try:
+            return super().train(*args, **kwargs)
+        except ConfigError as e:
+            raise ConfigError(e.key, e.value, f"{e.remedy}; or {REMEDY}") from e

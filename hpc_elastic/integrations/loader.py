@@ -10,11 +10,20 @@ continues inside of the old epoch without a batch left, so the loader skips such
 A framework writes its checkpoints in its own format and order, and may be killed in between. So
 what it has written is flushed to the disk first, and only then gets the name or the mark of a
 complete checkpoint.
+
+A script that is adapted without a change (``launcher.adapt``) gives the samples of a worker at a
+time, and the sum over the workers is its batch. Here that sum is over the fewest workers of the
+run, unless ``launcher.global_batch`` gives it, and stays the same for any number: a larger group
+has smaller shares, so what fits into a worker's memory does so always. What cannot be made exact
+is not guessed. The level that is printed says what a change of the group costs, and its reason
+says why it is not the next one (docs/explanation/levels.md).
 """
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +34,8 @@ from torch.utils.data import DataLoader
 from hpc_elastic.data import ElasticSampler
 from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.errors import ConfigError
+from hpc_elastic.integrations import tracking
+from hpc_elastic.run.directory import RUN_DIR_VARIABLE, RunDir
 from hpc_elastic.shared_files import sync_to_disk
 
 
@@ -133,3 +144,30 @@ def sort_by_step(paths: Iterable[Path]) -> list[Path]:
     """Return the paths sorted by the step with which their names end, as a number."""
     numbered = [(int(m[1]), path) for path in paths if (m := re.search(r"-(\d+)$", path.stem))]
     return [path for _, path in sorted(numbered)]
+
+
+# ---- scripts without a change
+
+
+REMEDY = "launcher.adapt=off leaves the script as it is"
+
+
+def global_batch(of_worker: int) -> int:
+    """Return the batch of this worker's run: ``launcher.global_batch``, or as above."""
+    settings = RunDir(Path(os.environ[RUN_DIR_VARIABLE])).load().settings
+    on_node = settings.nproc_per_node
+    if not isinstance(on_node, int):
+        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return settings.launcher.global_batch or of_worker * settings.nodes.min * on_node
+
+
+def print_level(framework: str, parts: str, *, level: int, why: str) -> None:
+    """Print, on rank 0, what was adapted, and the level with its reason."""
+    if tracking.is_logger():
+        what = f"adapted: {framework} ({parts})" if parts else f"not adapted: {framework}"
+        print(f"hpc_elastic: {what}, level {level}: {why}", file=sys.stderr)
+
+
+def exact(batch: int) -> str:
+    """Return the reason of level 3."""
+    return f"each sample once an epoch, in batches of {batch} samples for any number of workers"

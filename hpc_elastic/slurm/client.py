@@ -23,7 +23,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from hpc_elastic import _util
 from hpc_elastic.errors import SlurmCommandError
@@ -33,6 +35,7 @@ from hpc_elastic.slurm.job_state import Phase, TaskState
 from hpc_elastic.slurm.nodelist import compress, compress_indices
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 RELEASE_DELAY_S = 2
 _IDS_A_CALL = 100
@@ -56,10 +59,9 @@ class SlurmClient:
         self, timeout_s: float | None = None, *, env: Mapping[str, str] | None = None
     ) -> None:
         given = os.environ if env is None else env
-        if timeout_s is None:
-            message_s = environment.message_timeout_s(given) or 0.0
-            timeout_s = _SLOW_S if message_s <= _SLOW_S else message_s + _REPLY_S
-        self.timeout_s = timeout_s
+        message_s = environment.message_timeout_s(given) or 0.0
+        usual_s = _SLOW_S if message_s <= _SLOW_S else message_s + _REPLY_S
+        self.timeout_s = usual_s if timeout_s is None else timeout_s
         self._env = environment.for_commands(given)
         self._given = env
         self._purged: set[str] = set()
@@ -96,15 +98,13 @@ class SlurmClient:
     def _squeue(self, ids: Sequence[str]) -> dict[str, TaskState]:
         """List each element by itself; without -r too, if squeue may have lost one by it."""
         found: dict[str, TaskState] = {}
+        mine = ["--me"] if len(ids) > 1 else []  # else the controller sends all users' jobs
         for options in ["-r"], []:
-            mine = ["--me"] if len(ids) > 1 else []  # else the controller sends all users' jobs
             named = [*mine, "-O", parsing.SQUEUE_FORMAT, "-j", ",".join(ids)]
             argv = ["squeue", "-h", *options, "-t", "all", *named]
             output = self._run(argv)
-            try:
-                found = {**parsing.parse_squeue(output, time.time()), **found}
-            except ValueError as e:
-                raise SlurmCommandError(argv, 0, str(e)) from e
+            listed = partial(parsing.parse_squeue, now=time.time())
+            found = {**_parsed(argv, output, listed), **found}
             if parsing.lists_all(output):
                 break
         return found
@@ -123,12 +123,7 @@ class SlurmClient:
     def find_job(
         self, script: Path, index: int | None = None, *, besides: Collection[str] = ()
     ) -> str | None:
-        """Return the newest job of the user with a batch script; None: Slurm lists none.
-
-        One that has ended, or is being ended, does not count, also where a site's squeue is a cache
-        that still lists it: the controller is queried for what is found. ``besides`` are job ids
-        that are known.
-        """
+        """Return the newest live job of the user with a batch script; None: Slurm lists none."""
         states = ["-t", "PENDING,RUNNING,SUSPENDED"]
         output = self._run(["squeue", "-h", "--me", *states, "-o", parsing.SCRIPTS_FORMAT])
         found = {
@@ -140,6 +135,7 @@ class SlurmClient:
         return next((job for job in newest_first if self._is_alive(job, index)), None)
 
     def _is_alive(self, job: str, index: int | None) -> bool:
+        """Query the controller: a site's squeue may be a cache that lists ended jobs."""
         return any(
             TaskState(job, record.state).phase in (Phase.PENDING, Phase.RUNNING)
             for record in self._records(job)
@@ -170,8 +166,7 @@ class SlurmClient:
         The task is FAILED then. A signal to the whole task would cancel it (22.05).
         """
         listed = self._run(["squeue", "-h", "-s", "-j", task, "-o", "%i"])
-        steps = re.findall(r"^\s*(\d[\d_+]*\.\d+)\s*$", listed, re.MULTILINE)
-        if steps:
+        if steps := re.findall(r"^\s*(\d[\d_+]*\.\d+)\s*$", listed, re.MULTILINE):
             self._run(["scancel", "--signal=KILL", *steps])
 
     def max_array_size(self) -> int:
@@ -205,11 +200,7 @@ class SlurmClient:
     def each_node(
         self, partition: str | None, hosts: Iterable[str] | None = None
     ) -> dict[str, str]:
-        """Return the state of each node of some partitions, in sinfo's words.
-
-        ``partition`` may be several with commas; None: all. ``hosts`` are nodes of hidden
-        partitions too.
-        """
+        """Return each node's state in sinfo's words; ``hosts`` may be in hidden partitions."""
         where = [] if partition is None else ["-p", partition]
         where += [] if hosts is None else ["-a", "-n", ",".join(hosts)]
         argv = ["sinfo", "-h", "-N", *where, "-o", parsing.EACH_NODE_FORMAT]
@@ -219,25 +210,17 @@ class SlurmClient:
         """Return the jobs that the user may see, of all partitions, and the reservations."""
         states = ["-t", "PENDING"] if only_waiting else []
         argv = ["squeue", "-h", "-a", *states, "-O", parsing.QUEUE_FORMAT]
-        jobs = self._run(argv)
-        try:
-            return parsing.parse_queue(jobs) + self.reservations()
-        except ValueError as e:
-            raise SlurmCommandError(argv, 0, str(e)) from e
+        return _parsed(argv, self._run(argv), parsing.parse_queue) + self.reservations()
 
     def reservations(self) -> list[parsing.QueuedJob]:
         """Return the reservations that the user may see."""
-        output = self._run(["scontrol", "-a", "-o", "show", "reservation"])
-        return parsing.parse_reservations(output)
+        argv = ["scontrol", "-a", "-o", "show", "reservation"]
+        return _parsed(argv, self._run(argv), parsing.parse_reservations)
 
     def jobs_with_needs(self) -> list[parsing.QueuedJob]:
         """Return the jobs that the user may see, of all partitions, and what they need."""
         argv = ["squeue", "-h", "-a", "-o", parsing.NEEDS_FORMAT]
-        output = self._run(argv)
-        try:
-            return parsing.parse_needs(output)
-        except ValueError as e:
-            raise SlurmCommandError(argv, 0, str(e)) from e
+        return _parsed(argv, self._run(argv), parsing.parse_needs)
 
     def nodes(self) -> dict[str, parsing.NodeKind]:
         """Return what each node of the cluster has."""
@@ -278,10 +261,7 @@ class SlurmClient:
             self._run_unless(parsing.REQUEUED, "scontrol", "requeue", name)
 
     def requeue_all(self, tasks: Sequence[str]) -> None:
-        """Send tasks back to the queue with one command; those being requeued are no error.
-
-        After an error the others may be requeued or not: call `requeue` for each then.
-        """
+        """Requeue by one command; after an error some may be requeued: `requeue` each then."""
         self._run_unless(parsing.REQUEUED, "scontrol", "requeue", ",".join(_compact(tasks)))
 
     def release(self, task: str) -> None:
@@ -295,10 +275,7 @@ class SlurmClient:
         self._run(["scontrol", "update", f"jobid={queue_name(task)}", begin])
 
     def end_hold(self, task: str) -> None:
-        """Let a task start again that Slurm holds because a node could not start it.
-
-        The owner may do that (22.05).
-        """
+        """Let a task start again that a node could not start; its owner may do that (22.05)."""
         self._run(["scontrol", "release", queue_name(task)])
 
     def refused_by(self, task: str) -> str | None:
@@ -307,8 +284,9 @@ class SlurmClient:
         Slurm reports it nowhere. It is the node that was busy last in the second of the requeue;
         None if unknown, since there is no such node, or several.
         """
-        for record in self._records(queue_name(task)):
-            if queue_name(task) in record.tasks and record.submitted:
+        name = queue_name(task)
+        for record in self._records(name):
+            if name in record.tasks and record.submitted:
                 nodes = self._run(["scontrol", "-o", "show", "node"])
                 return parsing.parse_last_busy(nodes, record)
         return None
@@ -319,9 +297,7 @@ class SlurmClient:
         ``limit_s`` is at most the partition's limit; it is rounded up to whole minutes.
         """
         # NumTasks is refused for a task that has started meanwhile, whose limit would be lowered
-        limit = ["NumTasks=1", f"TimeLimit={math.ceil(limit_s / 60)}"]
-        for task in _compact(tasks):
-            self._update_waiting(task, *limit)
+        self._update_waiting(tasks, "NumTasks=1", f"TimeLimit={math.ceil(limit_s / 60)}")
 
     def postpone(
         self, tasks: Sequence[str], delay_s: float, *, time_limit_s: float | None = None
@@ -335,13 +311,11 @@ class SlurmClient:
         """
         start = f"starttime=now+{math.ceil(delay_s)}"
         limit = [] if time_limit_s is None else [f"TimeLimit={math.ceil(time_limit_s / 60)}"]
-        for task in _compact(tasks):
-            self._update_waiting(task, start, *limit)
+        self._update_waiting(tasks, start, *limit)
 
     def set_nice(self, tasks: Sequence[str], nice: int) -> None:
         """Let the scheduler try tasks after other jobs, those that run once they are requeued."""
-        for task in _compact(tasks):
-            self._update_waiting(task, f"nice={nice}")
+        self._update_waiting(tasks, f"nice={nice}")
 
     def exclude(
         self, tasks: Sequence[str], hosts: Iterable[str], *, but: Iterable[str] = ()
@@ -362,8 +336,8 @@ class SlurmClient:
                 waiting.setdefault(record.excluded, []).extend(names)
         for avoided, names in waiting.items():
             nodes = set(avoided) - ended | added
-            for task in _compact(names) if nodes != set(avoided) else ():
-                self._update_waiting(task, f"ExcNodeList={compress(sorted(nodes))}")
+            if nodes != set(avoided):
+                self._update_waiting(names, f"ExcNodeList={compress(sorted(nodes))}")
 
     def excluded(self, task: str) -> tuple[str, ...] | None:
         """Return the nodes that a pending task avoids; None if it does not wait."""
@@ -381,15 +355,12 @@ class SlurmClient:
             return False
         if host in avoided:
             rest = sorted(set(avoided) - {host})
-            self._update_waiting(queue_name(task), f"ExcNodeList={compress(rest)}")
+            self._update_waiting([task], f"ExcNodeList={compress(rest)}")
         return True
 
     def _records(self, job: str) -> list[parsing.JobRecord]:
         argv = ["scontrol", "-o", "show", "job", job]
-        try:
-            return parsing.parse_records(self._run_for_known(argv))
-        except ValueError as e:
-            raise SlurmCommandError(argv, 0, str(e)) from e
+        return _parsed(argv, self._run_for_known(argv), parsing.parse_records)
 
     def sbatch(
         self,
@@ -413,9 +384,8 @@ class SlurmClient:
         if words := done.stderr.strip():
             print(words, file=sys.stderr)  # of the site's job_submit plugin
         if (job_id := parsing.parse_job_id(done.stdout)) is None:
-            what = "not one job id is in what sbatch printed; is its job in the queue? "
-            what += repr(done.stdout)
-            raise SlurmCommandError(argv, None, what)
+            what = "not one job id is in what sbatch printed; is its job in the queue?"
+            raise SlurmCommandError(argv, None, f"{what} {done.stdout!r}")
         return job_id
 
     def resubmit(
@@ -423,7 +393,7 @@ class SlurmClient:
         script: Path,
         index: int | None,
         *,
-        exclude: Iterable[str] = (),
+        exclude: Collection[str] = (),
         known: Collection[str] = (),
     ) -> str:
         """Submit a script once more, for one element of its array; return the new job id.
@@ -437,14 +407,14 @@ class SlurmClient:
             return lost
         flags = ["--begin=now+600", "--mail-type=NONE"]  # the array's mail is once for all tasks
         flags += [] if index is None else [f"--array={index}"]
-        avoided = sorted(exclude)
-        flags += [f"--exclude={compress(avoided)}"] if avoided else []
+        flags += [f"--exclude={compress(sorted(exclude))}"] if exclude else []
         env = {**self._outside(), environment.REPLACEMENT: "1"}
         return self.sbatch(script, flags, env=env, timeout_s=self.timeout_s)
 
-    def _update_waiting(self, task: str, *what: str) -> None:
-        """Update waiting tasks; elements that no longer wait are no error."""
-        self._run_unless(parsing.NOT_WAITING, "scontrol", "update", f"jobid={task}", *what)
+    def _update_waiting(self, tasks: Iterable[str], *what: str) -> None:
+        """Update waiting tasks; those that no longer wait are no error."""
+        for task in _compact(tasks):
+            self._run_unless(parsing.NOT_WAITING, "scontrol", "update", f"jobid={task}", *what)
 
     def _outside(self) -> dict[str, str]:
         """Return the environment for a submission by a task: without that of its own job."""
@@ -482,9 +452,17 @@ class SlurmClient:
                 raise
 
 
+def _parsed(argv: Sequence[str], output: str, parse: Callable[[str], _T]) -> _T:
+    """Return what a command printed, parsed; SlurmCommandError if it is malformed."""
+    try:
+        return parse(output)
+    except ValueError as e:
+        raise SlurmCommandError(argv, 0, str(e)) from e
+
+
 def _compact(tasks: Iterable[str]) -> Iterator[str]:
     """Yield ``123_[1-5,7]`` for the elements of an array, and other names as they are."""
-    elements: dict[str, list[int]] = {}
+    elements = dict[str, list[int]]()
     for task in dict.fromkeys(map(queue_name, tasks)):
         index = index_of(task)
         if index is None:
@@ -646,11 +624,10 @@ class SiteClient(SlurmClient):
 
 def reachable(client: SlurmClient, task: str) -> dict[str, str | None]:
     """Return the problem of squeue and of scontrol on this machine, None if it answers."""
-    problems: dict[str, str | None] = {}
+    problems: dict[str, str | None] = {"squeue": None, "scontrol": None}
     for command, query in (("squeue", lambda: client.tasks([task])), ("scontrol", client.config)):
         try:
             query()
-            problems[command] = None
         except SlurmCommandError as e:
             problems[command] = e.stderr.strip()[:300]
     return problems

@@ -33,18 +33,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic import shared_files
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.run import job_of, queue_name
-from hpc_elastic.shared_files import (
-    create_atomic,
-    make_folder,
-    names_in,
-    numbers_in,
-    read_json,
-    read_undelegated,
-    remove_behind,
-    write_atomic,
-)
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import Phase, TaskState
 
@@ -79,7 +70,7 @@ class CombinedRequests:
         """Return the tasks of these jobs, as they are from now on."""
         ids = list(dict.fromkeys(job_ids))
         try:
-            make_folder(self._folder)
+            shared_files.make_folder(self._folder)
             found = [TaskState(**state) for state in self._list_together(ids)["tasks"]]
         except (OSError, ValueError, KeyError, TypeError) as e:
             _log.info("the queue is queried for this task alone: %s", e)
@@ -149,8 +140,7 @@ class CombinedRequests:
             self.slurm.postpone(others, delay_s)
         if carried:
             with contextlib.suppress(OSError):  # then the others do it themselves
-                content = json.dumps({"delay_s": delay_s, "array": array})
-                write_atomic(self._folder / f"{name}.postponed", content)
+                self._write(f"{name}.postponed", {"delay_s": delay_s, "array": array})
 
     # ---- through the folder -------------------------------------------------------------
 
@@ -166,7 +156,7 @@ class CombinedRequests:
                 content = {"tasks": [asdict(s) for s in self.slurm.tasks(ids).values()]}
                 self._remove_before(kind, number - 1)
                 if len(content["tasks"]) <= _MOST:
-                    write_atomic(self._folder / f"{kind}.{number}.done", json.dumps(content))
+                    self._write(f"{kind}.{number}.done", content)
                 return content
         return self._await(f"{kind}.{number}.done") or {}
 
@@ -177,8 +167,9 @@ class CombinedRequests:
         time.sleep(_GATHER_S)
         deadline = time.monotonic() + _TIMEOUT_S
         while time.monotonic() < deadline:
-            names = names_in(self._folder)
-            batches = {n: self._read(f"batch.{n}") for n in numbers_in(names, "batch.")}
+            names = self._names()
+            numbers = shared_files.numbers_in(names, "batch.")
+            batches = {n: self._read(f"batch.{n}") for n in numbers}
             taken = {wish for batch in batches.values() for wish in batch.get("wishes", ())}
             mine = [n for n, batch in batches.items() if own in batch.get("wishes", ())]
             if mine:
@@ -191,7 +182,7 @@ class CombinedRequests:
                 self.slurm.requeue_all(carried)
                 self._batch = f"batch.{number}", carried
                 self._remove_before("batch", number - 1)
-                write_atomic(self._folder / f"batch.{number}.requeued", '{"done": true}')
+                self._write(f"batch.{number}.requeued", {"done": True})
                 return True
         return False
 
@@ -201,10 +192,10 @@ class CombinedRequests:
 
     def _remove_before(self, kind: str, number: int) -> None:
         """Remove earlier files; a task that still waits for one sends its own commands then."""
-        for name in names_in(self._folder):
-            of_kind = name.startswith(f"{kind}.")
-            if of_kind and int(name.removeprefix(f"{kind}.").partition(".")[0]) < number:
-                remove_behind(self._folder / name)
+        for name in self._names():
+            of_kind, _, rest = name.partition(f"{kind}.")
+            if not of_kind and rest and int(rest.partition(".")[0]) < number:
+                shared_files.remove_behind(self._folder / name)
 
     def _counts(self, name: str, own: str) -> bool:
         """Return whether a file is another task's wish for its attempt that runs now."""
@@ -214,24 +205,30 @@ class CombinedRequests:
         return state is not None and str(state.restarts) == name.rpartition("@")[2]
 
     def _create(self, name: str, content: dict[str, Any]) -> bool:
-        token = secrets.token_hex(8)
-        return create_atomic(self._folder / name, json.dumps({**content, "token": token}))
+        text = json.dumps({**content, "token": secrets.token_hex(8)})
+        return shared_files.create_atomic(self._folder / name, text)
+
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        shared_files.write_atomic(self._folder / name, json.dumps(content))
+
+    def _names(self) -> frozenset[str]:
+        return shared_files.names_in(self._folder)
 
     def _await(self, name: str) -> dict[str, Any] | None:
         """Return the content of a file as soon as it is there; None after `_TIMEOUT_S`."""
         deadline = time.monotonic() + _TIMEOUT_S
         while time.monotonic() < deadline:
-            if name in names_in(self._folder):
+            if name in self._names():
                 return self._read(name)
             time.sleep(_POLL_S)
         return None
 
     def _last(self, kind: str) -> int:
         """Return the highest n of the files ``<kind>.<n>``; 0 if there is none."""
-        return max(numbers_in(names_in(self._folder), f"{kind}."), default=0)
+        return max(shared_files.numbers_in(self._names(), f"{kind}."), default=0)
 
     def _read(self, name: str) -> dict[str, Any]:
-        return read_json(self._folder / name, read_undelegated) or {}
+        return shared_files.read_json(self._folder / name, shared_files.read_undelegated) or {}
 
 
 def _task_of(wish: str) -> str:

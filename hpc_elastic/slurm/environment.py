@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
@@ -42,12 +43,12 @@ class SlurmEnvironment:
 
     @property
     def job_id(self) -> int:
-        """Slurm's number of this task; each task of an array has its own."""
+        """Each task of an array has its own."""
         return self._number("SLURM_JOB_ID")
 
     @property
     def array_job_id(self) -> int | None:
-        """The number that the tasks of an array share; None outside of arrays."""
+        """What the tasks of an array share; None outside of arrays."""
         return self._optional("SLURM_ARRAY_JOB_ID")
 
     @property
@@ -107,7 +108,7 @@ class SlurmEnvironment:
 
     @property
     def partition(self) -> str | None:
-        """The partition that the task was started in; None outside of a job."""
+        """Where the task was started; None outside of a job."""
         return self.variables.get("SLURM_JOB_PARTITION")
 
     @property
@@ -324,25 +325,19 @@ REPLACEMENT = "HPC_ELASTIC_REPLACEMENT"
 _SCRIPT_STARTED = "HPC_ELASTIC_SCRIPT_STARTED"
 """Set by the batch script."""
 _CONFIG_FILES = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf")
-"""Of a machine with files, and of one without (configless)."""
+"""The second one of a configless machine."""
 
 
 def message_timeout_s(env: Mapping[str, str]) -> float | None:
-    """Return the seconds for which Slurm's commands wait for the controller; None if unknown.
-
-    It is read from this machine's copy of slurm.conf: a controller that is slow need not be asked.
-    Source: https://slurm.schedmd.com/slurm.conf.html#OPT_MessageTimeout
-    """
+    """Return MessageTimeout in this machine's slurm.conf, not by a controller that is slow."""
     return _message_timeout_in((env.get("SLURM_CONF"), *_CONFIG_FILES))
 
 
 @cache  # a client is made for each query, and the file is the same for the life of a process
 def _message_timeout_in(paths: tuple[str | None, ...]) -> float | None:
     for path in filter(None, paths):
-        try:
+        with suppress(OSError):
             text = read_text(Path(path), errors="replace")
-        except OSError:
-            continue
-        found = re.findall(r"^\s*MessageTimeout\s*=\s*(\d+)", text, re.MULTILINE | re.IGNORECASE)
-        return float(found[-1]) if found else None
+            found = re.findall(r"^\s*MessageTimeout\s*=\s*(\d+)", text, re.M | re.IGNORECASE)
+            return float(found[-1]) if found else None
     return None

@@ -27,6 +27,7 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,13 +56,9 @@ def node_name(slot: int) -> str:
 class LocalEntry:
     """One task in the launcher's table.
 
-    Attributes:
-        state: ``PENDING``; ``RUNNING``; ``COMPLETING``: its processes are being ended; ``ENDED``.
-        started: Start time of that process, see `start_ticks`.
-        exit_code: Exit code of the process, or minus the number of the signal that ended it; None
-            if the task never started.
-        begin: Monotonic seconds of this machine before which it does not start; None: at once.
-        reason: Why it is pending, other than for a place.
+    The start times of processes are `start_ticks`. The exit code of a signal is minus its number,
+    and None if the task never started. A task does not start before ``begin``, in monotonic seconds
+    of this machine. ``reason`` is why it is pending, other than for a place.
     """
 
     state: str
@@ -94,28 +91,29 @@ class LocalEntry:
     def to_state(self, name: str) -> TaskState:
         """Return its state in Slurm's terms."""
         code, orphaned = self.exit_code, self.is_orphaned
+        state = partial(TaskState, name, restarts=self.restarts)
         match self.state:
             case "ENDED":
-                if code == 0 or code in _CANCELLED:
-                    word = "CANCELLED" if code in _CANCELLED else "COMPLETED"
-                    return TaskState(name, word, restarts=self.restarts)
-                why = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-                return TaskState(name, "FAILED", why, restarts=self.restarts)
-            case "PENDING" if not orphaned:
-                known = self.begin is not None and self.is_here
-                in_s = (self.begin or 0.0) - time.monotonic() if known else 0.0
-                reason = "BeginTime" if in_s > 0 else self.reason or "Resources"
-                wait_s = in_s if in_s > 0 else None
-                return TaskState(
-                    name, "PENDING", reason, restarts=self.restarts, starts_in_s=wait_s
+                if code in _CANCELLED:
+                    return state("CANCELLED")
+                if code == 0:
+                    return state("COMPLETED")
+                return state(
+                    "FAILED", f"killed by signal {-code}" if code < 0 else f"exit code {code}"
                 )
+            case "PENDING" if not orphaned:
+                in_s = 0.0
+                if self.begin is not None and self.is_here:
+                    in_s = self.begin - time.monotonic()
+                if in_s > 0:
+                    return state("PENDING", "BeginTime", starts_in_s=in_s)
+                return state("PENDING", self.reason or "Resources")
             case "RUNNING" | "COMPLETING" if not self.is_here or self.process is not None:
-                reason = LAUNCHER_ENDED if orphaned else ""
-                return TaskState(name, self.state, reason, self.node, self.restarts)
+                return state(self.state, LAUNCHER_ENDED if orphaned else "", self.node)
             case _ if orphaned:
-                return TaskState(name, "CANCELLED", LAUNCHER_ENDED, restarts=self.restarts)
+                return state("CANCELLED", LAUNCHER_ENDED)
         # the process has ended, and its launcher has not noticed yet
-        return TaskState(name, "COMPLETING", node=self.node, restarts=self.restarts)
+        return state("COMPLETING", node=self.node)
 
 
 class LocalQueue:
@@ -145,10 +143,7 @@ class LocalQueue:
                 raise RunDirectoryError(f"{where}: call this command on {entry.host}")
 
     def requeue(self, task: str) -> None:
-        """Send a task back to the queue: it starts again when its process has ended.
-
-        A second request is no error. A process that does not end in time is killed.
-        """
+        """Send a task back to the queue; its process is killed if it does not end in time."""
         entry = self._entries().get(task)
         if entry is not None:
             self._request([{"do": "requeue", "task": task, "restarts": entry.restarts}])

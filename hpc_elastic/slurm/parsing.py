@@ -75,17 +75,10 @@ _ENDED_BY_ITSELF = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "OUT_OF_MEMOR
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition, as scontrol shows it.
+    """A partition, as scontrol shows it, with the limits of one job; None without a limit.
 
-    Attributes:
-        state: ``UP``, ``DOWN``, ``DRAIN`` or ``INACTIVE``.
-        is_default: Whether jobs that name none come here.
-        max_time_s: Longest wall time of a job; None without a limit.
-        grace_s: Seconds between a preemption's SIGTERM and the end.
-        preempt_mode: ``OFF``, ``REQUEUE``, ``CANCEL``, ``SUSPEND``, or several with commas.
-        max_nodes: The most nodes of one job; None without a limit.
-        default_time_s: Wall time of a job that names none; None: `max_time_s`.
-        allowed_qos: Names of the QOS of its jobs; None: all but those in `denied_qos`.
+    ``preempt_mode`` may be several with commas. A job that names no time gets `max_time_s` where
+    `default_time_s` is None. With `allowed_qos` None, all QOS but `denied_qos` are allowed.
     """
 
     name: str
@@ -109,13 +102,10 @@ class Partition:
 
 @dataclass(frozen=True)
 class Preemption:
-    """What a task gets when it is preempted.
+    """What a task gets when it is preempted: from SIGTERM to the end, and from there to SIGKILL.
 
-    Attributes:
-        grace_s: Seconds between its SIGTERM and the end; 0 if there is no grace.
-        kill_wait_s: Seconds between the SIGTERM of that end and SIGKILL. A task with no grace has
-            these only.
-        partitions: Those in which it may run; empty if Slurm does not answer.
+    A task without a grace (0) has the second only. ``partitions`` are those in which it may run,
+    none if Slurm does not answer.
     """
 
     grace_s: int = 0
@@ -125,11 +115,7 @@ class Preemption:
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """What identifies a job or a job array to its user.
-
-    ``script`` has the arguments of the batch script; it is ``(null)`` if sbatch read it from a
-    pipe.
-    """
+    """What identifies a job or an array; its script is ``(null)`` if sbatch read it from a pipe."""
 
     name: str
     script: str
@@ -140,12 +126,8 @@ class JobIdentity:
 class JobRecord:
     """One record of ``scontrol show job``: a task, or the waiting elements of an array.
 
-    Attributes:
-        tasks: Their names, as squeue prints them.
-        excluded: The nodes that they avoid.
-        partition: Where they run, or wait: a name, or several with commas.
-        submitted: When they were submitted, or requeued last, as Slurm prints it.
-        states: They as squeue would list them, without their times.
+    ``submitted`` is when they were submitted or requeued last, as Slurm prints it. ``states`` are
+    what squeue would list, without times. ``partition`` may be several with commas.
     """
 
     tasks: tuple[str, ...]
@@ -165,12 +147,9 @@ class JobRecord:
 class NodeRecord:
     """One node, as scontrol shows it; of one that Slurm does not have nothing is known.
 
-    Attributes:
-        address: Its configured host name or address; None if Slurm has none.
-        is_up: Whether it is up, so that Slurm may start jobs there.
-        is_off: Whether Slurm has powered it down: nothing runs there any more.
-        out_of_service: Why it gets no new jobs, in Slurm's words, such as ``IDLE+DRAIN:
-            maintenance [root@2030-01-31T12:00:00]``; empty if it does.
+    ``is_up``: Slurm may start jobs there; ``is_off``: it is powered down, so nothing runs there any
+    more. ``out_of_service`` is why it gets no new jobs, in Slurm's words, such as ``IDLE+DRAIN:
+    maintenance [root@2030-01-31T12:00:00]``.
     """
 
     address: str | None
@@ -212,19 +191,10 @@ class NodeNeeds:
 class QueuedJob:
     """A job of any user that has nodes or waits, as squeue lists it; or a reservation.
 
-    Attributes:
-        state: Slurm's word; `RESERVED` for a reservation.
-        nodes: The nodes that it has; while it waits, those that backfill has planned for it.
-        starts_at: While it waits, its planned or earliest start in Unix seconds; None if it has
-            none.
-        ends_at: The end of its time limit in Unix seconds; None if it has none.
-        limit_s: Its time limit; None without a limit.
-        num_tasks: Number of waiting elements of an array in this line, each with `num_nodes`.
-        partitions: Where it runs, or may run.
-        reason: Why it waits; the flags of a reservation.
-        job: The job id, of the array if it is one; empty for a reservation.
-        priority: The scheduler tries jobs of a higher one first.
-        user: Whose it is; this, ``nice`` and ``needs`` are listed with `NEEDS_FORMAT` only.
+    Times are in Unix seconds. While it waits, ``nodes`` and ``starts_at`` are backfill's plan, or
+    its earliest start. A line has ``num_tasks`` waiting elements of an array, each of
+    ``num_nodes``. A reservation's ``reason`` are its flags, and it has no ``job``. ``user``,
+    ``nice`` and ``needs`` are listed with `NEEDS_FORMAT` only.
     """
 
     state: str
@@ -269,14 +239,7 @@ class JobRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Qos:
-    """A QOS of the accounting.
-
-    Attributes:
-        preempt_mode: Such as ``requeue``; ``cluster`` is PreemptMode of slurm.conf.
-        grace_s: Seconds between a preemption's SIGTERM and the end.
-        preempts: Names of the QOS whose jobs its own may preempt.
-        max_time_s: Longest time limit of its jobs, seconds; None: without limit.
-    """
+    """A QOS of the accounting; its ``preempt_mode`` ``cluster`` is PreemptMode of slurm.conf."""
 
     name: str
     flags: frozenset[str] = frozenset()
@@ -335,6 +298,10 @@ def _hosts(value: str) -> tuple[str, ...]:
     return () if is_nothing(value) else tuple(nodelist.expand(value))
 
 
+def _elements(array: str, indices: str) -> list[str]:
+    return [f"{array}_{index}" for index in nodelist.expand_indices(indices)[0]]
+
+
 def _rows_with(key: str, output: str) -> list[dict[str, str]]:
     """Return the fields of each line of ``scontrol -o show ...`` that has this one."""
     found = re.compile(r"(?<!\S)([A-Za-z][\w/:-]*)=(\S*)").findall
@@ -343,6 +310,10 @@ def _rows_with(key: str, output: str) -> list[dict[str, str]]:
 
 def parse_partitions(output: str) -> list[Partition]:
     """Return the partitions in what ``scontrol -o show partition`` printed."""
+
+    def qos(row: Mapping[str, str], key: str) -> tuple[str, ...]:
+        return tuple(sorted(_names(row.get(key, ""))))
+
     return [
         Partition(
             name=row["PartitionName"],
@@ -354,21 +325,21 @@ def parse_partitions(output: str) -> list[Partition]:
             num_nodes=parse_number(row.get("TotalNodes", "")) or 0,
             max_nodes=parse_number(row.get("MaxNodes", "")),
             default_time_s=parse_time_left(row.get("DefaultTime", "")),
-            allowed_qos=_allowed_qos(row.get("AllowQos", "ALL")),
-            denied_qos=tuple(sorted(_names(row.get("DenyQos", "")))),
+            allowed_qos=qos(row, "AllowQos") if _is_restricted(row) else None,
+            denied_qos=qos(row, "DenyQos"),
         )
         for row in _rows_with("PartitionName", output)
     ]
+
+
+def _is_restricted(partition: Mapping[str, str]) -> bool:
+    return partition.get("AllowQos", "ALL").upper() != "ALL"
 
 
 def selected(partitions: Iterable[Partition], wanted: str | None) -> list[Partition]:
     """Return the partitions that sbatch would take: those named, with commas, or the default."""
     names = set(wanted.split(",")) if wanted else set()
     return [p for p in partitions if p.name in names or (not names and p.is_default)]
-
-
-def _allowed_qos(names: str) -> tuple[str, ...] | None:
-    return None if names.upper() == "ALL" else tuple(sorted(_names(names)))
 
 
 def parse_preemption(config: str, partitions: str, wanted: str | None) -> Preemption:
@@ -394,30 +365,20 @@ def parse_records(output: str) -> list[JobRecord]:
         if array is None:
             names = [row["JobId"]]
         else:
-            found = [] if is_nothing(indices) else nodelist.expand_indices(indices)[0]
-            names = [f"{array}_{index}" for index in found]
+            names = [] if is_nothing(indices) else _elements(array, indices)
         state, reason, node = (row.get(k, "") for k in ("JobState", "Reason", "NodeList"))
-        states = (
-            TaskState(
-                name,
-                state,
-                reason="" if reason == "None" else reason,
-                node="" if is_nothing(node) else node,
-                restarts=parse_number(row.get("Restarts", "")),
-                preempted=_date(row.get("PreemptTime", "")) is not None,
-            )
-            for name in names
+        listed = TaskState(
+            "",
+            state,
+            "" if reason == "None" else reason,
+            "" if is_nothing(node) else node,
+            restarts=parse_number(row.get("Restarts", "")),
+            preempted=_date(row.get("PreemptTime", "")) is not None,
         )
-        records.append(
-            JobRecord(
-                tuple(names),
-                state,
-                _hosts(row.get("ExcNodeList", "")),
-                row.get("Partition", ""),
-                row.get("SubmitTime", ""),
-                tuple(states),
-            )
-        )
+        avoided, partition = _hosts(row.get("ExcNodeList", "")), row.get("Partition", "")
+        states = tuple(replace(listed, task=name) for name in names)
+        submitted = row.get("SubmitTime", "")
+        records.append(JobRecord(tuple(names), state, avoided, partition, submitted, states))
     return records
 
 
@@ -562,21 +523,21 @@ def parse_squeue(output: str, now: float | None = None) -> dict[str, TaskState]:
     tasks: dict[str, TaskState] = {}
     for array_job, indices, job, state, restarts, node, left, preempted, start, reason in lines:
         if indices != _NO_ARRAY:
-            names = [f"{array_job}_{index}" for index in nodelist.expand_indices(indices)[0]]
+            names = _elements(array_job, indices)
         else:
             names = [] if array_job in arrays else [job]
         starts_at = _date(start) if state == "PENDING" else None
-        for name in names:
-            tasks[name] = TaskState(
-                name,
-                state,
-                reason="" if reason == "None" else reason,
-                node=node,
-                restarts=int(restarts) if restarts.isdecimal() else None,
-                time_left_s=parse_time_left(left),
-                preempted=_date(preempted) is not None,
-                starts_in_s=None if starts_at is None or now is None else starts_at - now,
-            )
+        listed = TaskState(
+            "",
+            state,
+            "" if reason == "None" else reason,
+            node,
+            restarts=int(restarts) if restarts.isdecimal() else None,
+            time_left_s=parse_time_left(left),
+            preempted=_date(preempted) is not None,
+            starts_in_s=None if starts_at is None or now is None else starts_at - now,
+        )
+        tasks |= {name: replace(listed, task=name) for name in names}
     return tasks
 
 
@@ -638,15 +599,15 @@ def _queued(
     return QueuedJob(
         state,
         _hosts(planned if waits else has),
-        _date(start) if waits else None,
-        None if waits else _date(end),
-        parse_time_left(limit),
-        parse_number(num_nodes) or 1,
-        len(nodelist.expand_indices(indices)[0]) if is_set else 1,
-        tuple(partitions.split(",")),
-        "" if is_nothing(reason) else reason,
-        job,
-        parse_number(priority) or 0,
+        starts_at=_date(start) if waits else None,
+        ends_at=None if waits else _date(end),
+        limit_s=parse_time_left(limit),
+        num_nodes=parse_number(num_nodes) or 1,
+        num_tasks=len(nodelist.expand_indices(indices)[0]) if is_set else 1,
+        partitions=tuple(partitions.split(",")),
+        reason="" if is_nothing(reason) else reason,
+        job=job,
+        priority=parse_number(priority) or 0,
     )
 
 
@@ -737,15 +698,11 @@ def parse_qos(output: str) -> list[Qos]:
     rows = [line.split("|") for line in output.splitlines()]
     return [
         Qos(
-            name,
-            _names(flags),
-            mode or "cluster",
-            parse_time_left(grace) or 0.0,
-            _names(preempts),
-            parse_time_left(longest),
+            name, _names(flags), mode or "cluster", parse_time_left(grace) or 0.0,
+            _names(preempts), parse_time_left(longest),
         )
         for name, flags, mode, grace, preempts, longest in (row for row in rows if len(row) == 6)
-    ]
+    ]  # fmt: skip
 
 
 def parse_offered_qos(output: str) -> frozenset[str]:
@@ -776,8 +733,6 @@ _LOST_ANSWER = (
     *("Connection reset", "Broken pipe"),
 )
 """Words of sbatch where the controller may have taken the job (slurm_errno.c, 22.05 to 26.05)."""
-_BY_SIGNAL = 128
-"""Exit codes from here on are those of a shell whose command was ended by a signal."""
 
 
 def has_only_lines_with(phrases: Sequence[str], error: SlurmCommandError) -> bool:
@@ -813,7 +768,7 @@ def has_submitted_nothing(error: BaseException | None) -> bool:
         return False
     if error.exit_code is None:
         return could_not_start(error)
-    was_killed = not 0 < error.exit_code < _BY_SIGNAL
+    was_killed = not 0 < error.exit_code < 128  # a shell's, whose command a signal has ended
     return not was_killed and not any(words in error.stderr for words in _LOST_ANSWER)
 
 

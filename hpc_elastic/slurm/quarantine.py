@@ -61,32 +61,25 @@ class Exclusion:
 
 
 def excluded(run: RunDir) -> Mapping[str, Exclusion]:
-    """Return the nodes that the run's tasks avoid; none if unreadable.
-
-    An exclusion without an end, of an earlier version, has ended.
-    """
+    """Return the nodes that the run's tasks avoid; none if unreadable."""
     return {host: e for host, e in _known_excluded(run).items() if not e.is_lifted}
 
 
 def _known_excluded(run: RunDir) -> Mapping[str, Exclusion]:
+    known: dict[str, Exclusion] = {}
     try:
-        known = {str(k): v for k, v in (read_json(run.excluded) or {}).items()}
-        return {
-            host: Exclusion(str(v["why"]), float(v["until"]), bool(v.get("is_lifted")))
-            if isinstance(v, dict)
-            else Exclusion(str(v), 0.0)
-            for host, v in known.items()
-        }
+        for host, v in (read_json(run.excluded) or {}).items():
+            if isinstance(v, dict):
+                known[host] = Exclusion(str(v["why"]), float(v["until"]), bool(v.get("is_lifted")))
+            else:  # of an earlier version: without an end
+                known[host] = Exclusion(str(v), 0.0)
     except (OSError, ValueError, KeyError, TypeError):
         return {}
+    return known
 
 
 def remember_excluded(run: RunDir, hosts: Iterable[str], why: str, until: float) -> None:
-    """Record nodes that the run's tasks are to avoid until a time.
-
-    The leader calls this, and every agent whose node fails its checks. The file is read again, in
-    case another one has written it at the same moment.
-    """
+    """Record nodes that the run's tasks are to avoid until a time; other agents may do so too."""
     new = dict.fromkeys(hosts, Exclusion(why, until))
     for _ in range(5):
         known = _known_excluded(run).items()
@@ -129,10 +122,7 @@ def quarantine_node(run: RunDir, task: str, node: str, client: SlurmClient) -> N
 
 
 def lift_own_quarantine(run: RunDir, task: str, node: str, client: SlurmClient) -> None:
-    """Let this task, which ends here now and has been requeued meanwhile, come here again.
-
-    Its agent calls this after it has set the start of the next attempt (`requeue_or_exit`).
-    """
+    """Let this task, which ends here now and has been requeued (`requeue_or_exit`), come again."""
     file = run.avoided / f"{queue_name(task)}@{node}"
     try:
         if is_there(file):
@@ -142,11 +132,10 @@ def lift_own_quarantine(run: RunDir, task: str, node: str, client: SlurmClient) 
 
 
 def lift_quarantine(run: RunDir, tasks: Iterable[str], client: SlurmClient, now: float) -> None:
-    """Let tasks start again on avoided nodes that have been up for `RID_S`, or have no power.
+    """Let tasks that are gone start again on nodes that have been up for `RID_S`, or have no power.
 
-    The leader calls this repeatedly, with the run's tasks that are gone. The time that a node has
-    been up counts from the first call, of any leader, that finds it so; clocks that differ by
-    seconds do not matter. After a SlurmCommandError or OSError call it again.
+    The time that a node has been up counts from the first call, of any leader, that finds it so.
+    After a SlurmCommandError or OSError call it again.
     """
     gone = set(map(queue_name, tasks))
     try:

@@ -39,7 +39,7 @@ from hpc_elastic.slurm.combined_requests import CombinedRequests
 from hpc_elastic.slurm.exit_action import ExitAction, ExitFacts, Reason, decide, row_of
 from hpc_elastic.slurm.local_queue import LocalQueue
 from hpc_elastic.slurm.quarantine import avoided_nodes
-from hpc_elastic.slurm.run_tasks import is_of, limit_of, resubmit
+from hpc_elastic.slurm.run_tasks import is_recorded, limit_of, resubmit
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,6 @@ _FAILURES = (SlurmCommandError, LocalQueueError)
 
 
 TaskQueue = SlurmClient | LocalQueue | CombinedRequests
-"""Where a task requeues itself."""
 
 
 def predict_exit_action(
@@ -91,14 +90,13 @@ def requeue_or_exit(
 ) -> ExitAction:
     """Go back to the queue if the task is to come back; return how it exits.
 
-    The task may end at once after that, and should within seconds. Where Slurm, or the run's
-    directory, does not answer, that is tried again for about a minute; then this call waits until
-    Slurm has killed the task: one that was preempted it requeues by itself. From here on the
-    process ignores SIGTERM (if this is its main thread).
+    The task should end within seconds after that. Where Slurm, or the run's directory, does not
+    answer, that is tried again for about a minute; then this call waits until Slurm has killed the
+    task: one that was preempted it requeues by itself. From here on the process ignores SIGTERM (if
+    this is its main thread).
 
-    ``task`` and ``attempt`` (None if unknown) are what this process is. By its ``run`` it is known
-    whether that has ended, which nodes it avoids, and where another task is submitted in place of
-    one that Slurm will not requeue; None: none of that is done. ``note`` receives the facts before
+    Without ``run`` it is not known whether that has ended and which nodes it avoids, and no task is
+    submitted in place of one that Slurm will not requeue. ``note`` receives the facts before
     anything is done. REQUEUE, REQUEUED and REPLACE: the node comes back; EXIT: it does not; STAY:
     Slurm could not be reached, or the task is only suspended.
     """
@@ -122,14 +120,11 @@ def requeue_after(
 ) -> ExitAction:
     """Requeue a task that cannot use its node, to start in `delay_s` seconds at the earliest.
 
-    The other arguments are those of `requeue_or_exit`, and what fails is tried again as there. A
-    delay below `RETURN_DELAY_S` counts as that. The last process should end within it; if it takes
-    longer, Slurm's two minutes follow. From here on the process ignores SIGTERM (if this is its
-    main thread), unless this call fails.
-
-    Returns EXIT if the task was cancelled in the meantime, or its run has ended; else it comes
-    back. After a SlurmCommandError, LocalQueueError or OSError the task still has its node, and a
-    SIGTERM that came during the call is lost.
+    What fails is tried again, and SIGTERM ignored unless this call fails, as by `requeue_or_exit`.
+    A delay below `RETURN_DELAY_S` counts as that. The last process should end within it; if it
+    takes longer, Slurm's two minutes follow. Returns EXIT if the task was cancelled in the
+    meantime, or its run has ended. After a SlurmCommandError, LocalQueueError or OSError the task
+    still has its node, and a SIGTERM that came during the call is lost.
     """
     delay_s = max(delay_s, RETURN_DELAY_S)
     with _deaf_to_sigterm():
@@ -180,7 +175,8 @@ def _facts(
         _log.warning("launcher.max_requeues is ignored: %s", e)
         return ExitFacts(reason, state, attempt, run_ended=run.is_over)
     left = spec.requeues_left(attempt)
-    ended = run.is_over or not is_of(spec, task)
+    is_former = spec.generation > 0 and not is_recorded(spec, task)  # from before a resume
+    ended = run.is_over or is_former
     return ExitFacts(reason, state, attempt, run_ended=ended, requeues_left=left)
 
 
@@ -197,8 +193,9 @@ def _carry_out(
     queue = client.slurm if isinstance(client, CombinedRequests) else client
     facts = _facts(task, client, attempt, reason, run)
     note(facts)
-    how = decide(facts)
-    _log.info("%s: %s, so %s", task, row_of(facts).name, how.value)
+    rule = row_of(facts)
+    how = rule.action
+    _log.info("%s: %s, so %s", task, rule.name, how.value)
     if PARENT_REQUEUES in os.environ:
         return how
     if how is ExitAction.REQUEUE:
@@ -219,8 +216,11 @@ def _carry_out(
         made = None if run is None else resubmit(run, task, queue)
         return ExitAction.EXIT if made is None else how
     if how in (ExitAction.REQUEUE, ExitAction.REQUEUED):
+        limit_s = None  # the full one again after a fitted one (`site.limits`)
+        with contextlib.suppress(RunDirectoryError):
+            limit_s = None if run is None else limit_of(run.load(), task)
         try:
-            client.postpone([task], delay_s, time_limit_s=_full_limit_s(run, task))
+            client.postpone([task], delay_s, time_limit_s=limit_s)
         except _FAILURES as e:
             _log.warning("%s may start again late, or too soon: %s", task, e)
         hosts, over = ([], []) if run is None else avoided_nodes(run, task)
@@ -230,11 +230,3 @@ def _carry_out(
         except _FAILURES as e:
             _log.warning("%s may start on %s again: %s", task, ", ".join(sorted(hosts)), e)
     return how
-
-
-def _full_limit_s(run: RunDir | None, task: str) -> float | None:
-    """Return the limit that a task gets again after a fitted one (`site.limits`), else None."""
-    try:
-        return None if run is None else limit_of(run.load(), task)
-    except RunDirectoryError:
-        return None

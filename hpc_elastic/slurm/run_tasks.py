@@ -60,13 +60,14 @@ class TaskPlace:
 def replacements(files: ArrayFiles) -> dict[str, list[str]]:
     """Return the job ids of the replacements of an array, by label, in their order."""
     try:
-        records = [path for path in files.replaced.iterdir() if not path.name.startswith(".")]
+        names = [path.name.partition(".") for path in files.replaced.iterdir()]
     except FileNotFoundError:
         return {}
     found: dict[str, list[str]] = {}
-    numbered = [path for path in records if path.suffix.removeprefix(".").isdecimal()]
-    for path in sorted(numbered, key=lambda path: int(path.suffix.removeprefix("."))):
-        found.setdefault(path.stem, []).append(read_text(path).strip())
+    numbered = [(int(n), label) for label, _, n in names if label and n.isdecimal()]
+    for n, label in sorted(numbered):
+        text = read_text(files.replaced / f"{label}.{n}")
+        found.setdefault(label, []).append(text.strip())
     return found
 
 
@@ -81,14 +82,11 @@ def places(spec: RunSpec) -> list[TaskPlace]:
 
 def all_jobs(spec: RunSpec) -> dict[TaskPlace, list[str]]:
     """Return all job ids that each place of a run has had so far; none where none was submitted."""
-    submission = Submission(Path(spec.submission))
-    arrays = {k: submission.array(k) for k, _ in spec.tasks}
-    first = {k: files.job_id for k, files in arrays.items()}
-    later = {k: replacements(files) for k, files in arrays.items()}
+    submission, numbers = Submission(Path(spec.submission)), {k for k, _ in spec.tasks}
+    first = {k: submission.array(k).job_id for k in numbers}
+    later = {k: replacements(submission.array(k)) for k in numbers}
     return {
-        place: [
-            job for job in (first[place.array], *later[place.array].get(place.label, [])) if job
-        ]
+        place: list(filter(None, (first[place.array], *later[place.array].get(place.label, ()))))
         for place in places(spec)
     }
 
@@ -113,11 +111,6 @@ def current_names(spec: RunSpec) -> list[str]:
     return list(slots_of(spec))
 
 
-def is_of(spec: RunSpec, task: str) -> bool:
-    """Return whether a task has a part in the run: one from before it was resumed has none."""
-    return spec.generation == 0 or is_recorded(spec, task)
-
-
 def is_recorded(spec: RunSpec, task: str) -> bool:
     """Return whether a record names the job of a task; a submission that failed has none."""
     return _find(spec, task) is not None
@@ -138,10 +131,9 @@ def followed(submissions: Iterable[Submission]) -> dict[str, str]:
     for submission in submissions:
         for number, job_id in submission.job_ids().items():
             for label, jobs in replacements(submission.array(number)).items():
-                if label != "job" and not label.isdecimal():
-                    continue
-                place = TaskPlace(number, None if label == "job" else int(label))
-                now[place.queue_name(job_id)] = place.queue_name(jobs[-1])
+                if label == "job" or label.isdecimal():
+                    place = TaskPlace(number, None if label == "job" else int(label))
+                    now[place.queue_name(job_id)] = place.queue_name(jobs[-1])
     return now
 
 
@@ -151,21 +143,19 @@ def list_followed(
     """Return the tasks of submissions by their first names, each replaced one as its replacement.
 
     ``job_ids`` are the arrays and co-allocated jobs as they were at first. One call of squeue.
-    Raises SlurmCommandError if Slurm does not answer.
     """
-    now = followed(submissions)
-    listed = client.tasks([*job_ids, *map(job_of, now.values())])
-    present = now.items()
-    later = {first: replace(listed[name], task=first) for first, name in present if name in listed}
+    now = followed(submissions).items()
+    listed = client.tasks([*job_ids, *(job_of(name) for _, name in now)])
+    later = {first: replace(listed[name], task=first) for first, name in now if name in listed}
     return {**listed, **later}
 
 
 def resubmit(run: RunDir, task: str, client: SlurmClient) -> str | None:
     """Submit another task in place of one that does not come back; once, for all peers.
 
-    ``task`` is the agent's name or squeue's. Returns squeue's name of the task in its place, by
-    whichever peer; None if the run has ended, or the task has no part in it. Raises
-    SlurmCommandError if sbatch failed or refused, and OSError if the record could not be written.
+    Returns squeue's name of the task in its place, by whichever peer; None if the run has ended, or
+    the task has no part in it. Raises SlurmCommandError if sbatch failed or refused, and OSError if
+    the record could not be written.
     """
     spec = run.load()
     found = _find(spec, task)

@@ -24,8 +24,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from hpc_elastic.errors import LocalQueueError, RunDirectoryError, SlurmCommandError, SlurmError
 from hpc_elastic.run import job_of, node_of, queue_name
@@ -43,8 +41,6 @@ from hpc_elastic.slurm.requeue import TaskQueue
 from hpc_elastic.slurm.run_tasks import current_names
 
 _log = logging.getLogger(__name__)
-
-_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def task_queue(
@@ -162,7 +158,7 @@ class Scheduler:
         self._queue.cancel([task.task for task in tasks if task.phase is not Phase.COMPLETING])
 
     def cancel_pending(self) -> None:
-        """Remove the run's pending tasks from the queue; running tasks are left alone."""
+        """Remove the run's pending tasks from the queue."""
         self._queue.cancel(current_names(self._spec), pending_only=True)
 
     def kill_task(self, task: str) -> None:
@@ -187,28 +183,27 @@ class Scheduler:
     def restart_tasks(
         self,
         tasks: Iterable[str],
-        possibly_alive: Mapping[str, str] = _NONE,
-        failed_on: Mapping[str, Sequence[str]] = _NONE,
+        possibly_alive: Mapping[str, str] = {},
+        failed_on: Mapping[str, Sequence[str]] = {},
     ) -> None:
         """Let tasks that were lost or have left start again as soon as a node is free.
 
-        A task that Slurm holds is released. A task that has ended is requeued, or replaced by a new
-        one if Slurm refuses. A task that runs, is being ended or was cancelled is left alone; call
-        again later. A failure for one task does not keep the others from restarting: the first
-        SlurmError, LocalQueueError or OSError (a replacement could not be recorded) is raised at
-        the end.
+        A task that Slurm holds is released. One that has ended is requeued, or replaced if Slurm
+        refuses. One that runs, is being ended or was cancelled is left alone; call again later. A
+        failure for one task does not keep the others from restarting: the first SlurmError,
+        LocalQueueError or OSError (a replacement could not be recorded) is raised at the end.
 
         ``possibly_alive`` has the node on which a task's last attempt may still run, because its
-        end was not observed. The task avoids this node (`requeue`), unless Slurm has observed the
-        end. ``failed_on`` are nodes on which it failed before it joined: it avoids them.
+        end was not observed: it avoids this node (`quarantine`), unless Slurm has observed the end.
+        ``failed_on`` are nodes on which it failed before it joined: it avoids them too.
         """
         listed = self._list_jobs()
         own = set(current_names(self._spec))
         known = [name for name in tasks if name in own and queue_name(name) in listed]
         states = {queue_name(name): listed[queue_name(name)] for name in known}
         alive_on: dict[str, list[str]] = {name: [] for name in states}
-        for name in known:
-            alive_on[queue_name(name)] += [possibly_alive[name]] if name in possibly_alive else []
+        for name in possibly_alive.keys() & known:
+            alive_on[queue_name(name)].append(possibly_alive[name])
         restarted: list[str] = []
         failures: list[Exception] = []
         for name, state in states.items():
@@ -218,15 +213,14 @@ class Scheduler:
                     restarted.append(name)
             except (SlurmError, LocalQueueError, OSError) as e:
                 failures.append(e)
-        if restarted:
-            limits: dict[float | None, list[str]] = {}
-            for name in restarted:
-                limits.setdefault(run_tasks.limit_of(self._spec, name), []).append(name)
-            for limit_s, names in limits.items():
-                self._queue.postpone(names, RELEASE_DELAY_S, time_limit_s=limit_s)
+        limits: dict[float | None, list[str]] = {}
+        for name in restarted:
+            limits.setdefault(run_tasks.limit_of(self._spec, name), []).append(name)
+        for limit_s, names in limits.items():
+            self._queue.postpone(names, RELEASE_DELAY_S, time_limit_s=limit_s)
         waiting = {name for name, state in states.items() if state.phase is Phase.PENDING}
-        if waiting.union(restarted):
-            self._queue.exclude([*waiting.union(restarted)], quarantine.excluded(self._run))
+        if starting := waiting.union(restarted):
+            self._queue.exclude([*starting], quarantine.excluded(self._run))
         if failures:
             raise failures[0]
 
@@ -293,8 +287,8 @@ class Scheduler:
         states = {} if isinstance(self._queue, LocalQueue) else self.list_tasks()
         waiting = [queue_name(n) for n, state in states.items() if state.phase is not Phase.ENDED]
         for host in sorted(over):
-            left = {name for name in waiting if is_there(self._run.avoided / f"{name}@{host}")}
-            self._queue.exclude([name for name in waiting if name not in left], (), but=[host])
+            avoiding = [n for n in waiting if not is_there(self._run.avoided / f"{n}@{host}")]
+            self._queue.exclude(avoiding, (), but=[host])
         quarantine.forget_excluded(self._run, now)
         _log.info("the run may start on %s again", ", ".join(sorted(over)))
 
@@ -332,10 +326,9 @@ def _runs_array(job: JobIdentity, files: ArrayFiles) -> bool:
 def require_killable(task: str) -> None:
     """Raise RunDirectoryError for a node of a co-allocated job: Slurm kills them together only."""
     if "." in task:
+        what = f"{task} is a node of a co-allocated job, which Slurm kills as one"
         remedy = "preempt it, which the others survive, or end the run with hpc-elastic cancel"
-        raise RunDirectoryError(
-            f"{task} is a node of a co-allocated job, which Slurm kills as one: {remedy}"
-        )
+        raise RunDirectoryError(f"{what}: {remedy}")
 
 
 # ---- The tasks of many runs
@@ -345,10 +338,8 @@ def require_killable(task: str) -> None:
 class QueueSnapshot:
     """The tasks of some runs at one moment.
 
-    Attributes:
-        slurm_error: Why Slurm did not answer; None if it did, or was not queried.
-        unreadable: Submission folder -> why its tasks are unknown: its files are unreadable, or
-            were moved.
+    ``slurm_error`` is why Slurm did not answer; ``unreadable`` has the submission folders whose
+    files are unreadable, or were moved, with the reason.
     """
 
     listed: Mapping[str, TaskState] = field(default_factory=dict)
@@ -369,8 +360,7 @@ class QueueSnapshot:
 def take_snapshot(specs: Sequence[RunSpec], client: SlurmClient | None = None) -> QueueSnapshot:
     """Return the tasks of runs: one call of squeue for all, one table for each local sweep.
 
-    For several jobs squeue lists those of the caller only. Jobs of other users are listed one by
-    one.
+    For several jobs squeue lists those of the caller only, so others are listed one by one.
     """
     from hpc_elastic.run.registry import user  # agents do without
 
@@ -429,10 +419,7 @@ class JobNodes:
 
 
 def record_job_nodes(files: ArrayFiles, slurm: SlurmEnvironment) -> None:
-    """Record the nodes of the job (its first agents, when they start).
-
-    Raises SlurmEnvironmentError if the node list of the step is malformed.
-    """
+    """Record the nodes of the job (its first agents, when they start)."""
     nodes = JobNodes(slurm.restart_count, tuple(slurm.hosts))
     if slurm.node_id < NUM_RECORDERS and read_job_nodes(files) != nodes:
         write_atomic(files.nodes, json.dumps(asdict(nodes)) + "\n")
@@ -504,17 +491,15 @@ def cancel_if_orphaned(
 ) -> bool:
     """Cancel a co-allocated job that has lost its batch script (its next nodes, after the end).
 
-    The script counts as lost if the agent beside it does not end in time: Slurm reports the node
-    after minutes only. If that agent alone was killed, the job has nothing left to do either.
-    ``first_logs`` is the log folder of the job's first task in this attempt; ``wait_s`` are the
-    seconds after which the other agents have ended. Returns whether the job was cancelled.
+    The script counts as lost if the agent beside it does not end within ``wait_s``: Slurm reports
+    the node after minutes only. If that agent alone was killed, the job has nothing left to do
+    either. ``first_logs`` is the log folder of the job's first task in this attempt. Returns
+    whether the job was cancelled.
     """
     deadline = time.monotonic() + wait_s
-    while not is_there(first_logs / "ended"):
-        if time.monotonic() >= deadline:
-            break
+    while not is_there(first_logs / "ended") and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    else:
+    if is_there(first_logs / "ended"):
         return False
     job = queue_name(task)
     _log.warning("the batch script of job %s was lost with its node: the job is cancelled", job)

@@ -27,13 +27,7 @@ sys.path.insert(0, str(UNCHANGED))
 import hf_trainer  # noqa: E402
 import lightning_trainer  # noqa: E402
 
-from hpc_elastic.integrations import (  # noqa: E402
-    adapt,
-    adapted_huggingface,
-    adapted_lightning,
-    huggingface,
-    lightning,
-)
+from hpc_elastic.integrations import huggingface, lightning  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")
 EXACT = "level 3: each sample once an epoch, in batches of 5 samples for any number of workers"
@@ -43,12 +37,13 @@ EXACT = "level 3: each sample once an epoch, in batches of 5 samples for any num
 def worker(monkeypatch, tmp_path):
     """Let this process be the only worker of a run, until the test ends."""
     monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path / "run"))
-    monkeypatch.setattr(adapt, "global_batch", lambda of_worker: of_worker)
+    for module in (lightning, huggingface):
+        monkeypatch.setattr(module, "global_batch", lambda of_worker: of_worker)
     for cls, name in ((pl.Trainer, "__init__"), (pl.Trainer, "fit"), (hf.Trainer, "__init__")):
         monkeypatch.setattr(cls, name, getattr(cls, name))
-    adapted_lightning.install.cache_clear()
-    adapted_lightning.install()
-    adapted_huggingface.install()
+    lightning.install.cache_clear()
+    lightning.install()
+    huggingface.install()
 
 
 class Kill(BaseException):
@@ -69,7 +64,7 @@ class Killed(pl.Callback):
 
 def fit(monkeypatch, *more: pl.Callback, shape="map", by="datamodule", **options) -> torch.Tensor:
     """Run what an unchanged script runs, as a process of its own would; return the parameters."""
-    monkeypatch.setattr(adapted_lightning, "_stages", itertools.count(1))
+    monkeypatch.setattr(lightning, "_stages", itertools.count(1))
     pl.seed_everything(0, verbose=False)
     data, model = lightning_trainer.Lines(shape), lightning_trainer.Line()
     options = {"max_epochs": 6, "accelerator": "cpu", "devices": 1, "logger": False} | options
@@ -103,7 +98,8 @@ def test_a_killed_lightning_script_ends_as_an_undisturbed_one(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Kill):
         fit(monkeypatch, Killed(23), by=by)
-    monkeypatch.setattr(adapt, "global_batch", lambda of_worker: 3 * of_worker)  # resumed on more
+    more = lightning, "global_batch", lambda of_worker: 3 * of_worker  # resumed on more
+    monkeypatch.setattr(*more)
     found = fit(monkeypatch, by=by)
     torch.testing.assert_close(found, undisturbed())
     assert [path.name for path in Path("checkpoints").iterdir()], "the script's own checkpoint"
@@ -312,7 +308,7 @@ def test_a_script_outside_of_our_workers_loads_nothing_of_ours(tmp_path):
     ("settings", "module"),
     [
         (["--adapt=off"], "lightning.pytorch.trainer.trainer"),
-        pytest.param([], "hpc_elastic.integrations.adapted_lightning", marks=pytest.mark.long),
+        pytest.param([], "hpc_elastic.integrations.lightning", marks=pytest.mark.long),
     ],
 )
 def test_a_setting_leaves_scripts_as_they_are(tmp_path, settings, module):

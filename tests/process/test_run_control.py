@@ -143,7 +143,8 @@ def test_a_task_from_before_has_no_part_in_the_run(tmp_path):
     files.tasks.write_text(json.dumps({"runs": [{"dir": str(run.path), "slot": 0}]}))
     variables = as_array_task(5, 0, node_name="n", cpus=1)
     assert find_task(files.tasks, SlurmEnvironment.from_env(variables)).superseded
-    assert not run_tasks.is_of(run.load(), "5_0") and run_tasks.is_of(run.load(), "8_0")
+    assert not run_tasks.is_recorded(run.load(), "5_0")
+    assert run_tasks.is_recorded(run.load(), "8_0")
 
 
 class Client:

@@ -76,10 +76,7 @@ def run_shell(
     env: Mapping[str, str] | None = None,
     stdin: str | None = None,
 ) -> tuple[int | None, str, str]:
-    """Run a user's shell command, as `run`; return exit code, output, and what is wrong in words.
-
-    The exit code is None if the command has not ended in time, or cannot be started.
-    """
+    """`run` a user's shell command; return exit code (None: no end), output, and what is wrong."""
     import subprocess
 
     try:
@@ -132,9 +129,9 @@ def duration(seconds: float) -> str:
         return f"{s:.1f}".removesuffix(".0") + " s"
     if s < 120:
         return f"{s:.0f} s"
+    minutes = round(s / 60)
     if s < 600:
         return _both(round(s), 60, "min", "s")
-    minutes = round(s / 60)
     if minutes < 60:
         return f"{minutes} min"
     if minutes < 24 * 60:
@@ -175,10 +172,7 @@ _MARKS = 60
 
 
 class ThroughputMeter:
-    """Throughput of a count, over the last ``window_s`` seconds, or without limit (pure).
-
-    Times below ``shortest_s`` count as that, so that two close counts give no chance value.
-    """
+    """Throughput in a window; times below ``shortest_s`` count as that, against chance values."""
 
     def __init__(self, window_s: float, shortest_s: float = 0.0) -> None:
         self._window_s = window_s

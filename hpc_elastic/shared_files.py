@@ -92,11 +92,7 @@ def write_atomic(
 
 
 def create_atomic(path: Path, text: str, *, mode: int = 0o644) -> bool:
-    """Create a file in one step; return False if another process has created it.
-
-    The text differs from that of any other caller. Raises OSError if the file is not there, and
-    could not be made.
-    """
+    """Create a file with a text of its own; False if another has; OSError if not made."""
     staged = _stage(path, text, mode, path.parent)
     put, read = partial(os.link, staged, path), partial(read_bytes, path)
     steps = create_once(put, partial(names_in, path.parent), path.name, read, text.encode())
@@ -165,10 +161,7 @@ _ACCESS_ACL, _DEFAULT_ACL = "system.posix_acl_access", "system.posix_acl_default
 
 
 def has_acl(path: Path) -> bool:
-    """Return whether a file or folder has an ACL of its own, beside its mode.
-
-    The group's bits of its mode are the most that the ACL grants to anybody, then.
-    """
+    """Return whether a path has an ACL; its group bits are then the most granted to anybody."""
     return any(_has_attribute(path, name) for name in (_ACCESS_ACL, _DEFAULT_ACL))
 
 
@@ -194,7 +187,9 @@ def names_listed(folder: Path) -> list[str]:
         _ask_about(folder)
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        if mount.changes_by_time or not mount.opened_is_fresh:
+        # with NFS 3 a change of a folder is known by its time alone, which has coarse ticks
+        is_nfs3 = mount.kind == "nfs" and mount.options.get("vers", "").startswith("3")
+        if is_nfs3 or not mount.opened_is_fresh:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         return os.listdir(fd)  # noqa: PTH208 - not by its path
     finally:
@@ -463,10 +458,7 @@ def lines_in(
 def parse_json(
     text: str | bytes, what: object, loads: Callable[[str | bytes], Any] = json.loads
 ) -> Any:
-    """Return the value of JSON text; ``what`` is its file, for the message.
-
-    ``loads`` reads it, and raises a `ValueError` at what it refuses.
-    """
+    """Return the value of JSON text; ``loads`` raises ValueError at what it refuses."""
     try:
         value = loads(text)
     except (ValueError, RecursionError) as e:
@@ -506,10 +498,7 @@ def parse_yaml(text: str, path: Path) -> Any:
 
 
 def read_json(path: Path, read: Callable[[Path], str] = read_text) -> dict[str, Any] | None:
-    """Return the object in a JSON file that is written atomically; None where there is none yet.
-
-    ``read`` is `read_undelegated` for a file that others change later.
-    """
+    """Return the object in a JSON file; None: no file. `read_undelegated` if others change it."""
     try:
         text = read_listed(path, read)
     except IsADirectoryError as e:
@@ -591,9 +580,8 @@ def create_once(
     cache, and inode numbers may change.
 
     ``put`` writes the file under another name, and links it to its own, which is ``name`` among
-    those that ``names`` lists anew; ``read`` returns its content; no other process has the same
-    ``content``. Raises OSError if the file is not there, and could not be made; the same content
-    may be tried again.
+    those that ``names`` lists anew; ``read`` returns its content, which no other process has.
+    Raises OSError if the file is not there, and could not be made; it may be tried again.
     """
     try:
         yield put
@@ -664,10 +652,7 @@ class Mount:
 
     @classmethod
     def of(cls, path: Path) -> Mount:
-        """Return the mount that a path lies on, or that its nearest folder that is there lies on.
-
-        Nothing is raised: a mount of unknown kind is the answer where the kernel has none.
-        """
+        """Return the mount of a path, or of its nearest folder there is; it may be unknown."""
         for place in (path, *path.absolute().parents):
             with contextlib.suppress(OSError, ValueError):
                 fd = os.open(place, os.O_PATH | os.O_CLOEXEC)
@@ -690,11 +675,6 @@ class Mount:
         return self.kind in _NFS
 
     @property
-    def changes_by_time(self) -> bool:
-        """Whether a change of a folder is known by its time alone, which has coarse ticks."""
-        return self.kind == "nfs" and self.options.get("vers", "").startswith("3")
-
-    @property
     def is_known(self) -> bool:
         """Whether it is known how old an answer may be on such a file system."""
         return self.is_nfs or self.is_local or self.kind in _BOUNDS_S
@@ -711,11 +691,7 @@ class Mount:
 
     @property
     def stale_s(self) -> float:
-        """How old the content of a file or folder may be that is opened anew, in seconds.
-
-        An upper bound: what another node had written and closed so long before is seen. 0 where
-        each opening asks the server.
-        """
+        """How many seconds old, at most, the content of what is opened anew may be; 0 if asked."""
         if not self.is_nfs:
             return self._bound_s()
         if "nocto" not in self.options:
@@ -729,10 +705,7 @@ class Mount:
 
     @property
     def path_stale_s(self) -> float:
-        """How long a path may be answered from memory, its absence too, if no folder is opened.
-
-        An upper bound, in seconds: for the look-ups of a name, as by ``stat`` or ``exists``.
-        """
+        """How many seconds, at most, ``stat`` or ``exists`` answer from memory, absence too."""
         if not self.is_nfs:
             return self._bound_s()
         return 0.0 if self.options.get("lookupcache") == "none" else self._nfs_s("acdirmax")

@@ -440,10 +440,7 @@ class ElasticTraining(_Base):
         return mark
 
     def evaluate_late(self) -> None:
-        """Make the evaluation of this step that was left for after the save, as the Trainer does.
-
-        The Trainer has no public function for it.
-        """
+        """Evaluate as the Trainer does privately: this waited for the save."""
         metrics = self._evaluate(None, self._ignore_keys_for_eval)
         self._determine_best_metric(metrics=metrics, trial=None)
 

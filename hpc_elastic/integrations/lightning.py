@@ -288,10 +288,7 @@ class ElasticCheckpoint(pl.callbacks.Checkpoint):
         return any(loader.sampler.step for loader in self._loaders)
 
     def _save_after_hook_of(self, module: LightningModule, trainer: Trainer) -> None:
-        """Let each step end after the module's own hook, which may change the state (EMA).
-
-        Lightning calls that one last, and no other hook before a validation.
-        """
+        """Let steps end after the module's own hook (EMA), the last one before a validation."""
         vars(module).pop(_BATCH_END, None)
         hook = module.on_train_batch_end
 

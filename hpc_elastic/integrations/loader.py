@@ -114,10 +114,7 @@ class _EqualParts(BatchDivision):
 
 
 def divide_equally(sampler: ElasticSampler) -> None:
-    """Divide an epoch's last, smaller batch into as many micro-batches as the others.
-
-    For a framework that accumulates a fixed number of them; some of the last may have weight 0.
-    """
+    """Give an epoch's last, smaller batch as many micro-batches as others, some of weight 0."""
     batch = _EqualParts(**vars(sampler._plan.batch))
     sampler._plan = replace(sampler._plan, batch=batch)
 

@@ -170,10 +170,7 @@ def _in_slurm() -> bool:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Wait for a process, also from a signal handler that interrupts this call.
-
-    `Popen.wait` alone cannot do that: it holds a lock meanwhile.
-    """
+    """Wait for a process, also in a signal handler: `Popen.wait` alone holds a lock meanwhile."""
     pidfd = os.pidfd_open(process.pid)
     try:
         readable(pidfd)
@@ -187,10 +184,7 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
 
 
 def _end_hold(task: SlurmEnvironment, client: SlurmClient) -> None:
-    """Wait until submitit has requeued the job, and set its start time.
-
-    It runs in a thread that Python waits for when submitit ends the process.
-    """
+    """Set the start of the job once submitit has requeued it (a thread that Python waits for)."""
     deadline = time.monotonic() + _REQUEUED_WITHIN_S
     while time.monotonic() < deadline:
         try:

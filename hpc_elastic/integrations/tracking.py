@@ -82,10 +82,7 @@ class LastSteps:
         self._annotate: Callable[[int], None] | None = annotate
 
     def is_new(self, key: str, step: int) -> bool:
-        """Return whether a value of a key is to be logged.
-
-        A step that this worker itself has logged is new all the same: that is the script's choice.
-        """
+        """Return whether to log a value: its step was not there when this worker started."""
         if step <= self._last.get(key, -1):
             return False
         if (annotate := self._annotate) is not None:

@@ -279,10 +279,7 @@ class StartTimes:
 def sample_starts(
     num_nodes: int, demands: Sequence[Demand], own: Sequence[int], now: float
 ) -> list[list[float]]:
-    """Return when the ``own`` of some demands begin, in order of time, for each draw.
-
-    Demands with the same `Survival` are drawn alike.
-    """
+    """Return the starts of ``own`` demands by draw; those of one `Survival` are alike."""
     kinds = dict.fromkeys(id(demand.survival) for demand in demands)
     kin = {kind: _normals(-number - 1) for number, kind in enumerate(kinds)}
     found: list[list[float]] = []

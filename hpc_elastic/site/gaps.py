@@ -37,14 +37,8 @@ from hpc_elastic.config.parse import time_limit_s
 from hpc_elastic.config.schema import SlurmSettings
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.run.directory import RunSpec
-from hpc_elastic.site.forecast import (
-    LEAST_ENDED,
-    MOST_WAITING,
-    Demand,
-    RunTimes,
-    StartTimes,
-    sample_starts,
-)
+from hpc_elastic.site import forecast
+from hpc_elastic.site.forecast import Demand, RunTimes, StartTimes
 from hpc_elastic.site.nodes import NodeState
 from hpc_elastic.slurm import run_tasks
 from hpc_elastic.slurm.client import SiteClient
@@ -74,10 +68,9 @@ _AHEAD = ("", *WAITS_FOR_NODES)
 class NodeOutlook:
     """One node that takes jobs.
 
-    Attributes:
-        gaps: Spans without a job in Unix seconds, in order; the last one is infinite. None if it is
-            unknown when the node is free.
-        is_planned: Whether it is idle, and backfill has planned a waiting job there.
+    ``gaps`` are its spans without a job in Unix seconds, in order; the last one is infinite. None
+    if it is unknown when the node is free. ``is_planned``: it is idle, and backfill has planned a
+    waiting job there.
     """
 
     gaps: tuple[tuple[float, float], ...] | None
@@ -97,10 +90,8 @@ class NodeOutlook:
 class Outlook:
     """The nodes of the wanted partitions that take jobs, and the queue before them.
 
-    Attributes:
-        num_out: Number of nodes that take no jobs: out of service, or in a reservation.
-        num_waiting: Number of jobs that wait for nodes, of array elements each.
-        num_unplanned: Number of these whose planned start is not visible.
+    ``num_out`` take no jobs: out of service, or in a reservation. ``num_waiting`` jobs, of array
+    elements each, wait for nodes; of ``num_unplanned`` of these no planned start is visible.
     """
 
     nodes: Mapping[str, NodeOutlook]
@@ -131,17 +122,14 @@ class Outlook:
 def ahead_of(jobs: Iterable[QueuedJob], own: Iterable[str]) -> list[QueuedJob]:
     """Return the jobs that a run's tasks may not delay: what is planned for these ends a gap.
 
-    Jobs behind all of the run's in the same queue are left out, since backfill plans them around a
-    task that starts now, and so are the run's own (``own``: their ids).
+    The run's own (``own``: their ids) are left out, and jobs behind all of these in the same queue,
+    since backfill plans those around a task that starts now.
     """
     jobs, own = list(jobs), set(own)
-    mine = [job for job in jobs if job.job in own and job.waits]
-    return [
-        job
-        for job in jobs
-        if job.job not in own
-        and not (job.waits and mine and all(job.is_behind(each) for each in mine))
-    ]
+    others = [job for job in jobs if job.job not in own]
+    if not (mine := [job for job in jobs if job.job in own and job.waits]):
+        return others
+    return [job for job in others if not (job.waits and all(map(job.is_behind, mine)))]
 
 
 def gap_ends(
@@ -168,12 +156,11 @@ def outlook(
     partitions: Sequence[str] = (),
     are_jobs_hidden: bool = False,
 ) -> Outlook:
-    """Return the outlook of some nodes, in Unix seconds.
+    """Return the outlook of some nodes, whose states are in sinfo's words, in Unix seconds.
 
-    ``states`` are in sinfo's words, marks included. ``jobs`` are of all partitions, since those of
-    others use the same nodes, and have the reservations. ``partitions`` are the wanted ones, for
-    the waiting jobs. ``are_jobs_hidden``: the site hides the jobs of other users, so that a node
-    with a visible job may have others.
+    ``jobs`` are of all partitions, since those of others use the same nodes, and have the
+    reservations. ``partitions`` are the wanted ones, for the waiting jobs. ``are_jobs_hidden``: a
+    node with a visible job may have others.
     """
     ends: dict[str, list[float | None]] = {}
     plans: dict[str, list[tuple[float, float]]] = {}
@@ -232,16 +219,14 @@ def _gaps(
 
 @dataclass(frozen=True)
 class Shape:
-    """One time limit of the tasks, and when Slurm would start them at the latest.
+    """One time limit of the tasks (infinite without one), and when Slurm starts them at the latest.
 
     Attributes:
-        limit_s: The time limit; infinite without a limit.
         sizes: The numbers of nodes that the run may have; the first one is its minimum.
-        starts: When the first, second and each further node is free, in Unix seconds; nodes with an
-            unknown time are left out.
+        starts: When the first, second and each further node is free, in Unix seconds, as far as
+            known.
         together: When the minimum is free at the same time, if it is one job; None if unknown.
-        tested: Number of nodes -> when Slurm would start a job of as many, by ``sbatch
-            --test-only``.
+        tested: Number of nodes -> when Slurm starts a job of as many, by ``sbatch --test-only``.
         is_queue_empty: Whether no job waits, so that no start is earlier than as tested.
         learned: Number of nodes -> when the run has them by how long jobs really run.
     """
@@ -287,11 +272,9 @@ class Shape:
 class TaskTerms:
     """What the tasks of a run, or of one of its pools, ask for.
 
-    Attributes:
-        limit_s: Their time limit; infinite without a limit.
-        gap_s: The shortest gap in which one starts; None: as long as its time limit.
-        number: How many there are; None: as many as the run has.
-        nodes: Names of the nodes on which they may run; None: all.
+    The time limit is infinite without one. ``gap_s`` is the shortest gap in which a task starts;
+    None: as long as its limit. The ``number`` of tasks is that of the run where it is None, and all
+    ``nodes`` are allowed.
     """
 
     limit_s: float
@@ -301,7 +284,7 @@ class TaskTerms:
 
     def windows(self, found: Outlook, limit_s: float) -> dict[str, list[tuple[float, float]]]:
         """Return the spans in which a task may start by node, with this time limit at most."""
-        planned_s = min(limit_s, self.limit_s, math.inf if self.gap_s is None else self.gap_s)
+        planned_s = min(limit_s, self.limit_s, self.gap_s or math.inf)
         allowed = found.nodes if self.nodes is None else found.nodes.keys() & self.nodes
         spans = {name: found.nodes[name].windows(planned_s) for name in sorted(allowed)}
         return {name: windows for name, windows in spans.items() if windows}
@@ -371,10 +354,7 @@ def _is_better(shape: Shape, other: Shape, now: float) -> bool:
 
 
 def soonest(found: Sequence[Shape]) -> Shape | None:
-    """Return the shape with the earliest start, of equal ones the longest; None if unknown.
-
-    Where all of them have one, it is the middle of the learned distribution.
-    """
+    """Return the shape with the earliest start, of equal ones the longest; learned if all are."""
     middles = [start.p50 for shape in found if (start := shape.learned.get(shape.sizes[0]))]
     ats = middles if len(middles) == len(found) else [shape.starts_at for shape in found]
     known = [(at, shape) for at, shape in zip(ats, found, strict=True) if at is not None]
@@ -406,7 +386,7 @@ def learned_starts(
     """
     nodes = {name for name, node in found.nodes.items() if node.gaps is not None}
     number = 1 if coallocated else min(len(nodes), sizes[-1])
-    if runs.num_ended < LEAST_ENDED or not number:
+    if runs.num_ended < forecast.LEAST_ENDED or not number:
         return {}
     task = Demand(sizes[0] if coallocated else 1, terms.limit_s, least_s=terms.gap_s or math.inf)
     last: dict[str, QueuedJob] = {}  # of each node the job whose limit ends last
@@ -436,14 +416,14 @@ def learned_starts(
         else:
             is_other = set(partitions).isdisjoint(job.partitions)
             size = len(here) if is_other else min(job.num_nodes, len(nodes))
-            demand, most = Demand(size, limit_s, survival), MOST_WAITING if size else 0
+            demand, most = Demand(size, limit_s, survival), forecast.MOST_WAITING if size else 0
         more = [replace(demand, not_before=starts_at or now)] * min(job.num_tasks, most)
         places += range(len(demands), len(demands) + len(more)) if job.job in own else ()
         demands += more
     if not places:
         places += range(len(demands), len(demands) + number)
         demands += [task] * number
-    draws = sample_starts(len(nodes), demands, places, now)
+    draws = forecast.sample_starts(len(nodes), demands, places, now)
     size_of = {sizes[0]: 0} if coallocated else {n: n - 1 for n in sizes if n <= len(places)}
     times = {n: StartTimes.of(draw[i] for draw in draws) for n, i in size_of.items()}
     return {n: start for n, start in times.items() if start.p90 - now < FAR_S}
@@ -454,11 +434,11 @@ def learned_starts(
 
 @dataclass(frozen=True)
 class ExpectedStart:
-    """The start of the next waiting task of a run, in Unix seconds.
+    """The start of the next waiting task of a run, in Unix seconds; None where unknown or unasked.
 
-    ``at`` is when Slurm expects it; None if unknown, with the reason in ``why``. ``not_before`` is
-    None if it may start at any time. ``learned`` is the start by how long jobs really run; None if
-    unknown. ``learned_from`` is in a few words from what, or why not; None if that was not asked.
+    ``at`` is when Slurm expects it, or ``why`` is the reason. ``not_before`` is None if it may
+    start at any time. ``learned`` is the start by how long jobs really run, and ``learned_from``
+    says from what, or why not.
     """
 
     at: float | None = None

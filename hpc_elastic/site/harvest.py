@@ -75,10 +75,8 @@ def harvest_terms(launcher: SlurmSettings, site: HarvestSite) -> tuple[SlurmSett
         what = f"no effect, {site.config['SchedulerType']} starts no task in a gap"
         return replace(launcher, harvest="off"), what
     if parsing.hides_jobs(site.config):
-        what = (
-            f"the site hides the plans for other jobs (PrivateData), so limits vary from {shown} on"
-        )
-        return replace(slots, harvest="ladder"), what
+        what = "the site hides the plans for other jobs (PrivateData)"
+        return replace(slots, harvest="ladder"), f"{what}, so limits vary from {shown} on"
     return replace(slots, harvest="off"), f"tasks start in gaps that are long enough for {shown}"
 
 
@@ -98,16 +96,13 @@ def give_way_terms(launcher: SlurmSettings, config: Mapping[str, str]) -> tuple[
 def choose_terms(
     runs: Sequence[RunSettings], client: SiteClient | None = None
 ) -> tuple[list[RunSettings], list[str]]:
-    """Return settings without ``auto``, by what this cluster offers, and the reasons.
-
-    Raises ConfigError for what it does not offer at all.
-    """
+    """Return settings without ``auto``, by what the cluster offers, and the reasons."""
 
     @cache
     def site(account: str | None) -> HarvestSite:
         return HarvestSite.query(client or SiteClient(), account)
 
-    notes: dict[str, None] = {}
+    notes: dict[str | None, None] = {}
 
     def chosen(launcher: SlurmSettings) -> SlurmSettings:
         if launcher.harvest == "off":
@@ -130,7 +125,7 @@ def choose_terms(
             own = [replace(launcher, pools=pools, time_min=None)]  # each pool has its own
         if launcher.give_way != "off":
             gives_way, note = give_way_terms(launcher, site(launcher.account).config)
-            notes |= {note: None} if note else {}
+            notes[note] = None
             own[0] = replace(own[0], give_way=gives_way)
         found.append(replace(settings, launcher=own[0]))
-    return found, [*notes]
+    return found, [note for note in notes if note]

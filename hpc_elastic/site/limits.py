@@ -65,11 +65,9 @@ was updated, and backfill plans for this many of an array (bf_max_job_array_resv
 class LimitFitter:
     """The decision about time limits (pure).
 
-    Attributes:
-        time_min_s: The least limit with which a task is worth its start.
-        pass_s: Seconds until the next pass of backfill (bf_interval): the gap is shorter then. A
-            node that is idle for two passes, although a task fits there, is offered a shorter
-            limit.
+    ``time_min_s`` is the least limit with which a task is worth its start, ``pass_s`` the time to
+    the next pass of backfill (bf_interval): the gap is shorter then. A node that is idle for two
+    passes, although a task fits there, is offered a shorter limit.
     """
 
     time_s: float
@@ -86,11 +84,11 @@ class LimitFitter:
         *,
         is_watched: bool = True,
     ) -> dict[str, float]:
-        """Return the time limit of each waiting task, in seconds.
+        """Return the time limit of each waiting task, in the order in which Slurm tries these.
 
-        ``waiting`` is in the order in which Slurm tries the tasks. ``gaps`` has the seconds for
-        which each idle node is idle, ``later`` those for which each busy node would be if it became
-        free now. Unless ``is_watched``, no task runs, so that there are no further checks.
+        ``gaps`` has the seconds for which each idle node is idle, ``later`` those for which each
+        busy node would be if it became free now. Unless ``is_watched``, there are no further
+        checks.
         """
         offers = {node: self._offer(node, length) for node, length in gaps.items()}
         fitting = [node for node, (limit_s, _) in offers.items() if limit_s >= self.time_min_s]
@@ -133,10 +131,9 @@ class TimeSlots:
     nodes. Methods raise `SlurmError` if Slurm does not answer, and `OSError` if the submission's
     files cannot be read.
 
-    ``shares`` are runs of one submission, with the pool whose tasks are fitted. The pools have the
-    same partition, ``time_s``, ``time_min_s`` and ``harvest``. ``partition`` counts if the runs
-    name none. The leader of the only run ``leads``. Otherwise tasks of runs that have a node are
-    left alone: their leaders fit them.
+    ``shares`` are runs of one submission, with the pool whose tasks are fitted; all pools have the
+    same terms. ``partition`` counts if the runs name none. The leader of the only run ``leads``.
+    Otherwise tasks of runs that have a node are left alone: their leaders fit them.
     """
 
     def __init__(

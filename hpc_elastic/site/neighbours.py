@@ -109,18 +109,13 @@ class GiveWay:
     ) -> list[NodeReturn]:
         """Return what is to be given back now.
 
-        ``jobs`` are those of the cluster, ``own`` the ids of the user's runs, ``nodes`` those that
-        are in service. ``returnable`` are tasks that may leave, each with its host, in the order in
-        which they are to.
+        ``own`` are the ids of the user's runs, ``nodes`` those in service. ``returnable`` are tasks
+        that may leave, each with its host, in the order in which they are to.
         """
         waiting = self.waiting(jobs, own)
-        holders = {
-            node: job
-            for job in jobs
-            if not job.waits and job.state != "COMPLETING"
-            for node in job.nodes
-        }
-        ended = {node for job in jobs if job.state == "COMPLETING" for node in job.nodes}
+        held = [(job, node) for job in jobs if not job.waits for node in job.nodes]
+        holders = {node: job for job, node in held if job.state != "COMPLETING"}
+        ended = {node for job, node in held if job.state == "COMPLETING"}
         numbers = Counter[str]()
         for job in waiting:  # an array may have several lines
             numbers[job.job] += job.num_tasks
@@ -186,13 +181,10 @@ class GiveWay:
         found = (
             job
             for job in jobs
-            if job.state == "PENDING"
-            and job.job not in own
-            and job.nice < NICE
-            and job.priority > 0
-            and job.reason in WAITS_FOR_NODES
+            if job.state == "PENDING" and job.job not in own and job.nice < NICE
+            and job.priority > 0 and job.reason in WAITS_FOR_NODES
             and not (job.needs.is_reserved or job.needs.is_part)
-        )
+        )  # fmt: skip
         return sorted(found, key=lambda job: -job.priority)
 
     def _judge(
@@ -204,10 +196,7 @@ class GiveWay:
         back: Collection[str],
         now: float,
     ) -> None:
-        """Forget the jobs that have started, and note those that did not although they could.
-
-        ``giving`` are nodes of tasks that give way; ``back`` those of tasks that may leave.
-        """
+        """Forget the jobs that have started, and note those that did not although they could."""
         for key in self._doubts.keys() - waiting.keys():
             if now >= self._doubts[key][1] + _LONGEST_DOUBT_S:
                 del self._doubts[key]
@@ -238,10 +227,7 @@ class GiveWay:
             self._doubts[key] = num, now if is_first else now + pause_s
 
     def _may_get(self, job: QueuedJob, new: Mapping[str, _Given], now: float) -> bool:
-        """Return whether a job may get nodes, although it or others of its user did not start.
-
-        A user of such jobs gets nodes for one job after the other.
-        """
+        """Return whether a job may get nodes: after failures one job of a user at a time."""
         tried = {**self._given, **new}
         is_tried = any(each.user == job.user for name, each in tried.items() if name != job.job)
         of_user = _of_user(job.user)
@@ -289,11 +275,7 @@ def suffices(kind: NodeKind, needs: NodeNeeds) -> bool:
 
 
 def has_features(wanted: str, features: Collection[str]) -> bool:
-    """Return whether a node has the features that ``--constraint`` asks for.
-
-    Alternatives and conjunctions of names are understood; numbers and brackets are not, so that no
-    node has them.
-    """
+    """Return whether a node has these features; numbers and brackets are not understood."""
     return not wanted or any(
         all(name.strip() in features for name in part.split("&")) for part in wanted.split("|")
     )

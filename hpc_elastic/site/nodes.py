@@ -94,8 +94,7 @@ def list_reserved(
     """Return the nodes that a reservation takes soon, before their tasks end, each with its start.
 
     Slurm starts no job that would reach into a reservation, and makes none over jobs that run,
-    unless it has the flag IGNORE_JOBS: that of a maintenance, which ends these jobs. ``ends`` are
-    the ends of the tasks' time, by node; all times in Unix seconds (pure).
+    unless it has the flag IGNORE_JOBS: that of a maintenance, which ends these jobs (pure).
     """
     found: dict[str, str] = {}
     for begin, each in _near(reservations, now):

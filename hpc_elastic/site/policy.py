@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from hpc_elastic.errors import HpcElasticError
@@ -49,13 +50,10 @@ class OptionalCalls:
 class QueueQuestion:
     """The state of a run, as far as the policy depends on it.
 
-    Attributes:
-        lost: Its lost tasks, each with its attempt: Slurm detects a loss late.
-        is_short: Whether it waits for nodes to its minimum, and is to know whether they may come.
-        trains: Whether it trains, so that siblings may start.
-        grows: Whether its other tasks may start too.
-        returnable: Tasks that may leave their nodes for a job of somebody else, each with its host,
-            in the order in which they are to.
+    ``lost`` tasks have their attempts: Slurm detects a loss late. ``is_short``: it waits for nodes
+    to its minimum, and is to know whether they may come. While it ``trains``, siblings may start;
+    if it ``grows``, its other tasks too. ``returnable`` are tasks that may leave their nodes for a
+    job of somebody else, each with its host, in the order in which they are to.
     """
 
     lost: Mapping[str, int] = field(default_factory=dict)
@@ -69,14 +67,10 @@ class QueueQuestion:
 class QueueAdvice:
     """What the queue lets a run do; without a value there is no advice.
 
-    Attributes:
-        blocked_why: Why the run cannot get its minimum at present; None: it may get it, or nothing
-            is known.
-        max_nodes: The size up to which it grows beside its siblings, infinite without a limit;
-            None: that was not weighed now.
-        drained: Those of its nodes that are drained, each with Slurm's state.
-        reserved: Those that a reservation takes soon, each with its start.
-        returns: What it gives back, each for one job.
+    ``blocked_why``: why the run cannot get its minimum at present. ``max_nodes``: the size up to
+    which it grows beside its siblings, infinite without a limit. ``drained``: those of its nodes
+    that are drained, each with Slurm's state; ``reserved``: those that a reservation takes soon,
+    each with its start. ``returns``: what it gives back, each for one job.
     """
 
     blocked_why: str | None = None
@@ -118,31 +112,26 @@ class QueuePolicy:
 
     def tick(self, question: QueueQuestion, hosts: Collection[str] = ()) -> QueueAdvice:
         """Let siblings start, and fit time limits, as far as due; ``hosts``: the run's nodes."""
-        siblings, lost, grows = self._siblings, question.lost, question.grows
-        why = largest = drained = reserved = None
+        answer, client, siblings = self._calls.answer, self._client, self._siblings
+        why = largest = drained = reserved = returns = None
         with self._lock:
             if question.is_short:
                 what = "the other runs of the user cannot be listed"
-                why = self._calls.answer(what, lambda: siblings.why_blocked(lost))
+                why = answer(what, partial(siblings.why_blocked, question.lost))
             if question.trains:
                 what = "other runs of the user may start late"
-                largest = self._calls.answer(
-                    what, lambda: siblings.let_others_start(lost, grows=grows)
-                )
+                let_start = partial(siblings.let_others_start, grows=question.grows)
+                largest = answer(what, partial(let_start, question.lost))
             if largest is not None and hosts:  # Slurm was queried now
                 what = "whether nodes are drained is not known"
-                drained = self._calls.answer(what, lambda: list_drained(self._client, hosts))
-                what, spec = "reservations ahead are not known", self._spec
-                reserved = self._calls.answer(what, lambda: query_reserved(self._client, spec))
+                drained = answer(what, partial(list_drained, client, hosts))
+                what = "reservations ahead are not known"
+                reserved = answer(what, partial(query_reserved, client, self._spec))
             self._fit(lambda slots: slots.fit_if_due())
-            returns = self._returns(question)
+            if self._neighbours is not None:
+                what = "jobs of others may wait for nodes of this run"
+                returns = answer(what, partial(self._neighbours.check, question.returnable))
         return QueueAdvice(why, largest, drained or {}, reserved or {}, returns or ())
-
-    def _returns(self, question: QueueQuestion) -> Sequence[NodeReturn] | None:
-        neighbours, what = self._neighbours, "jobs of others may wait for nodes of this run"
-        if neighbours is None:
-            return None
-        return self._calls.answer(what, lambda: neighbours.check(question.returnable))
 
     def leave_run(self) -> None:
         """Fit the time limits once more, if this process has: it leaves the run to another."""

@@ -64,8 +64,7 @@ class QueuedRun:
             the user's.
         lost: Tasks whose attempt was lost -> that attempt: Slurm may list it as running for
             minutes. Its node may come to the run again, unless it does not answer.
-        demand: Its progress, if the next nodes go where they help most; its number of nodes there
-            does not count.
+        demand: Its progress but for its number of nodes, if the next ones go where they help most.
     """
 
     name: str
@@ -117,8 +116,7 @@ class QueuedRun:
         """Its tasks that may start as soon as a node is free.
 
         Of a run with a co-allocated job, only that counts: its other tasks may not start before it.
-        Tasks that a user holds, or that wait for something else that no free node brings, do not
-        count.
+        Tasks that a user holds, or that no free node lets start, do not count.
         """
         away = self.away
         return [
@@ -150,31 +148,25 @@ class QueuedRun:
 
 @dataclass(frozen=True)
 class NodeSupply:
-    """The nodes that a run may get; ``states`` are in sinfo's words.
-
-    If they ``are_whole``, a task gets whole nodes: then a node that a task has is not for others.
-    """
+    """The nodes that a run may get, by sinfo's words; if whole, a task has one for itself."""
 
     states: Mapping[str, str]
     are_whole: bool
 
     @cached_property
-    def _free(self) -> set[str]:
-        known = ((name, NodeState.parse(state)) for name, state in self.states.items())
-        return {name for name, state in known if state.is_idle and not state.is_planned}
-
-    @cached_property
-    def _coming(self) -> set[str]:
-        return {n for n, state in self.states.items() if not NodeState.parse(state).is_lost}
+    def _known(self) -> dict[str, NodeState]:
+        return {name: NodeState.parse(state) for name, state in self.states.items()}
 
     def num_idle(self, run: QueuedRun) -> int:
         """Return the number of idle nodes, none planned for another job, where tasks may start."""
-        return 0 if run.limit else len(self._free - run.avoids)
+        free = {n for n, state in self._known.items() if state.is_idle and not state.is_planned}
+        return 0 if run.limit else len(free - run.avoids)
 
     def num_coming(self, run: QueuedRun, held: Set[str]) -> int:
         """Return the number that may come to a run, beside those that the sweep holds."""
+        coming = {n for n, state in self._known.items() if not state.is_lost}
         taken = run.avoids | held if self.are_whole else run.avoids
-        return 0 if run.limit else len(self._coming - taken)
+        return 0 if run.limit else len(coming - taken)
 
 
 def why_blocked(runs: Sequence[QueuedRun], own: int, nodes: NodeSupply) -> str | None:
@@ -196,10 +188,7 @@ def why_blocked(runs: Sequence[QueuedRun], own: int, nodes: NodeSupply) -> str |
 
 
 def _give_way(runs: Sequence[QueuedRun], short: Sequence[int], nodes: NodeSupply) -> dict[int, int]:
-    """Return the runs with too few nodes that give way, each with the earlier one it gives way to.
-
-    The first run gets what it lacks from the last ones, then the second, and so on.
-    """
+    """Return the short runs that give way, the last first, and the earlier ones they do it for."""
     gives_way: dict[int, int] = {}
     last, idle_spent = len(short), 0
     for place, at in enumerate(short):
@@ -223,10 +212,9 @@ def let_start(
     withheld: Set[str] = frozenset(),
     deferred: Set[int] = frozenset(),
 ) -> list[str]:
-    """Return the tasks that stay away and are to start, since there are nodes for them.
+    """Return the tasks away that are to start: each run's minimum, then run ``own``'s others.
 
-    The minimum of each run in turn; then the further nodes of the run itself. The run ``own`` calls
-    this: it trains, or it ``ends``, so that its nodes are free soon. ``withheld`` are its tasks
+    Run ``own`` trains, or it ``ends``, so that its nodes are free soon. ``withheld`` are its tasks
     that do not start: lost ones, since other rules restart them, and those that it holds.
     ``deferred`` are runs that do not start now, although they could (`deferred_runs`).
     """
@@ -256,10 +244,7 @@ def let_start(
 def keep_away(
     runs: Sequence[QueuedRun], nodes: NodeSupply, deferred: Set[int] = frozenset()
 ) -> list[str]:
-    """Return the tasks that would soon start for nothing, and are to stay away for longer.
-
-    All of them once one is about to start: that is one command for all.
-    """
+    """Return the tasks that would soon start for nothing, all of them once one is about to."""
     held = {node for run in runs if run.lacks == 0 for node in run.nodes}
     kept: list[TaskState] = []
     for at, run in enumerate(runs):
@@ -272,11 +257,6 @@ def keep_away(
     return [state.task for state in kept] if is_due else []
 
 
-_NEXT_NODES = 2
-"""At least this many nodes that may come next are divided, and a quarter of those that the runs
-have: tasks for them are in the queue."""
-
-
 def divide_next_nodes(runs: Sequence[QueuedRun]) -> list[int]:
     """Return how many of the nodes that may come next each run gets (`site.value`)."""
     demands = {
@@ -284,7 +264,8 @@ def divide_next_nodes(runs: Sequence[QueuedRun]) -> list[int]:
         for at, run in enumerate(runs)
         if run.demand is not None and not run.is_over
     }
-    num_next = max(_NEXT_NODES, sum(demand.nodes for demand in demands.values()) // 4)
+    # tasks for a quarter of the runs' nodes, and for two at least, are in the queue
+    num_next = max(2, sum(demand.nodes for demand in demands.values()) // 4)
     shares = dict(zip(demands, share_nodes([*demands.values()], num_next), strict=True))
     return [shares.get(at, 0) for at in range(len(runs))]
 
@@ -389,11 +370,9 @@ class SweepQueue:
         if names:
             self._postpone(names, RELEASE_DELAY_S, runs, "may start: nodes are idle for them")
         elif not ends and (names := keep_away(runs, nodes, deferred)):
-            cause = "siblings train with what they lack"
-            cause = f"{cause}, or gain more from the next nodes" if deferred else cause
-            self._postpone(
-                names, KEPT_AWAY_S, runs, f"must stay away from the queue for a while: {cause}"
-            )
+            why = "must stay away from the queue for a while: siblings train with what they lack"
+            why += ", or gain more from the next nodes" if deferred else ""
+            self._postpone(names, KEPT_AWAY_S, runs, why)
         return largest
 
     def _postpone(
@@ -406,10 +385,7 @@ class SweepQueue:
         self._note("sweep_decision", runs=chosen, why=why)
 
     def _demand(self, run: RunDir, spec: RunSpec) -> NodeDemand | None:
-        """Return the progress of a run by its last status; None if all runs grow in turn.
-
-        A status that no version of this package writes is as none.
-        """
+        """Return the progress of a run by its last status; None if all runs grow in turn."""
         if self._spec.settings.launcher.sweep_growth == "equal":
             return None
         status: Mapping[str, Any] = {}
@@ -438,10 +414,7 @@ class SweepQueue:
     def _queued(
         self, run: RunDir, names: Iterable[str], listed: Mapping[str, TaskState]
     ) -> QueuedRun:
-        """Return a run as the queue shows it; one whose directory was removed needs no node.
-
-        So does one of another submission that cannot be read, and one that Slurm does not list.
-        """
+        """Return a run as the queue shows it; a removed or unreadable one needs no node."""
         tasks = {task: listed[task] for task in names if task in listed}
         if not tasks:
             return QueuedRun(self._name(run), 0, tasks)
@@ -505,7 +478,11 @@ class SweepQueue:
             other = Submission(script.parent)
             if other.path.name == SUBMISSION and _node_flags(script) in wanted:
                 found.setdefault(other.path, other)
-        self._found = sorted(found.values(), key=_first_job)
+        first = {
+            path: min((int(job) for job in each.job_ids().values() if job.isdecimal()), default=0)
+            for path, each in found.items()
+        }
+        self._found = [found[path] for path in sorted(found, key=first.__getitem__)]
         self._partition = self._client.pending_partitions(self.job_ids()) or self._partition
         self._next_discovery = time.monotonic() + DISCOVERY_S
 
@@ -513,16 +490,8 @@ class SweepQueue:
         return NodeSupply(self._client.each_node(self._partition), self._spec.has_whole_nodes)
 
 
-def _first_job(submission: Submission) -> int:
-    ids = [int(job) for job in submission.job_ids().values() if job.isdecimal()]
-    return min(ids, default=0)
-
-
 def _node_flags(script: Path) -> frozenset[str] | None:
-    """Return the flags of a batch script that decide which nodes its tasks may get.
-
-    None if the script is not there, or cannot be read: its runs are then no siblings.
-    """
+    """Return a script's flags that decide which nodes its tasks get; None if unreadable."""
     try:
         lines = read_text(script, errors="replace").splitlines()
     except OSError:

@@ -19,6 +19,7 @@ slowdown (2020).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -73,10 +74,9 @@ class StepTimeModel:
     ) -> StepTimeModel | None:
         """Return the least squares with some of the terms; None if one would be negative."""
         rows = [
-            ([(1.0, 1.0 / n, n - 1.0)[term] / s for term in terms], 1.0)
-            for n, s in step_times.items()
+            [(1.0, 1.0 / n, n - 1.0)[term] / s for term in terms] for n, s in step_times.items()
         ]
-        found = _least_squares(rows)
+        found = _solve(rows)
         if found is None or min(found) < 0.0:
             return None
         values = dict(zip(terms, found, strict=True))
@@ -84,12 +84,11 @@ class StepTimeModel:
         return model if all(model.step_s(n) > 0.0 for n in step_times) else None
 
 
-def _least_squares(rows: Sequence[tuple[Sequence[float], float]]) -> list[float] | None:
-    """Return the least squares of at most three unknowns; None if they are not determined."""
-    size = len(rows[0][0])
+def _solve(rows: Sequence[Sequence[float]]) -> list[float] | None:
+    """Return the factors by which each row adds up to 1 (least squares); None if undetermined."""
+    size = len(rows[0])
     matrix = [
-        [sum(row[i] * row[j] for row, _ in rows) for j in range(size)]
-        + [sum(row[i] * wanted for row, wanted in rows)]
+        [*(sum(row[i] * row[j] for row in rows) for j in range(size)), sum(row[i] for row in rows)]
         for i in range(size)
     ]
     for i in range(size):
@@ -105,10 +104,7 @@ def _least_squares(rows: Sequence[tuple[Sequence[float], float]]) -> list[float]
 
 
 def most_useful_nodes(model: StepTimeModel, min_efficiency: float, sizes: Iterable[int]) -> int:
-    """Return the size beyond which a further node adds less than this part of a node's share.
-
-    ``sizes``: those that the run may have, in order, at least one.
-    """
+    """Return the size beyond which a further node adds less than this part of a node's share."""
     size, *larger = sizes
     for next_size in larger:
         if model.gain(size, next_size - size) < min_efficiency:
@@ -125,11 +121,7 @@ _TYPICAL = StepTimeModel(0.05, 0.95, 0.0)
 
 @dataclass(frozen=True)
 class NodeDemand:
-    """One run that competes for nodes; its number of them is a multiple of ``unit_nodes``.
-
-    ``step_times`` are measured seconds of a step by number of nodes; ``steps_left`` lead to its
-    end.
-    """
+    """One run that competes for nodes; its number of them is a multiple of ``unit_nodes``."""
 
     nodes: int
     min_nodes: int
@@ -178,12 +170,11 @@ def _added(model: StepTimeModel, size: int, larger: int) -> float:
 
 
 def _models(runs: Sequence[NodeDemand]) -> list[StepTimeModel]:
-    """Return the model of each run; one that has none gets the mean curve of the others.
-
-    A run that has measured one size has that curve through its own step time.
-    """
+    """Return each run's model; without one, the others' mean curve through its own step time."""
     own = [StepTimeModel.fit(run.step_times) for run in runs]
-    curve = _mean_curve([model for model in own if model is not None])
+    alone = [model.scaled(1.0 / model.step_s(1)) for model in own if model] or [_TYPICAL]
+    terms = zip(*((m.fixed_s, m.divided_s, m.per_node_s) for m in alone), strict=True)
+    curve = StepTimeModel(*map(fmean, terms))
     factors = [
         next((seconds / curve.step_s(nodes) for nodes, seconds in run.step_times.items()), None)
         if model is None
@@ -198,25 +189,13 @@ def _models(runs: Sequence[NodeDemand]) -> list[StepTimeModel]:
     ]
 
 
-def _mean_curve(models: Sequence[StepTimeModel]) -> StepTimeModel:
-    """Return the mean of some models, in units of their step times on one node."""
-    alone = [model.scaled(1.0 / model.step_s(1)) for model in models] or [_TYPICAL]
-    return StepTimeModel(
-        fmean(model.fixed_s for model in alone),
-        fmean(model.divided_s for model in alone),
-        fmean(model.per_node_s for model in alone),
-    )
-
-
 def _weights(runs: Sequence[NodeDemand], models: Sequence[StepTimeModel]) -> list[float]:
-    """Return the weight of each run: it is highest for the one with the least work left.
-
-    Of runs with the same work the earlier one comes first: they end one after the other.
-    """
+    """Return the weight of each run: least work first; of equal ones they end one after another."""
     work = [
-        float("inf") if run.steps_left is None else run.steps_left * model.step_s(1)
+        math.inf if run.steps_left is None else run.steps_left * model.step_s(1)
         for run, model in zip(runs, models, strict=True)
     ]
-    order = sorted(range(len(runs)), key=lambda i: (work[i], i))
-    ranks = {i: len(runs) - place for place, i in enumerate(order)}
-    return [ranks[i] ** WEIGHT_POWER for i in range(len(runs))]
+    weights = [0.0] * len(runs)
+    for place, i in enumerate(sorted(range(len(runs)), key=work.__getitem__)):
+        weights[i] = (len(runs) - place) ** WEIGHT_POWER
+    return weights

@@ -161,10 +161,7 @@ class SlurmClient:
             self._run_unless(parsing.ENDED, "scancel", *ids[at : at + _IDS_A_CALL])
 
     def kill_steps(self, task: str) -> None:
-        """Send SIGKILL to the steps of a task; its batch script ends with the exit code of srun.
-
-        The task is FAILED then. A signal to the whole task would cancel it (22.05).
-        """
+        """Kill a task's steps: it is FAILED; a signal to the task would cancel it (22.05)."""
         listed = self._run(["squeue", "-h", "-s", "-j", task, "-o", "%i"])
         if steps := re.findall(r"^\s*(\d[\d_+]*\.\d+)\s*$", listed, re.MULTILINE):
             self._run(["scancel", "--signal=KILL", *steps])
@@ -187,10 +184,7 @@ class SlurmClient:
         return list(dict.fromkeys(re.findall(r"^\s*(\w\S*)\s*$", output, re.MULTILINE)))
 
     def pending_partitions(self, job_ids: Iterable[str]) -> str | None:
-        """Return where jobs wait now, with commas; None if none of them waits.
-
-        `scontrol update` or a plugin of the site may have moved a job since its submission.
-        """
+        """Return where jobs wait now, since a site may move them; None if none waits."""
         jobs = ",".join(dict.fromkeys(job_ids))
         argv = ["squeue", "-h", "-t", "PENDING", "-o", "%F|%P", "-j", jobs]
         output = self._run_for_known(argv) if jobs else ""
@@ -292,10 +286,7 @@ class SlurmClient:
         return None
 
     def set_time_limit(self, tasks: Sequence[str], limit_s: float) -> None:
-        """Set the time limit of pending tasks of one node; others are left alone.
-
-        ``limit_s`` is at most the partition's limit; it is rounded up to whole minutes.
-        """
+        """Set the time limit of pending one-node tasks, rounded up to minutes."""
         # NumTasks is refused for a task that has started meanwhile, whose limit would be lowered
         self._update_waiting(tasks, "NumTasks=1", f"TimeLimit={math.ceil(limit_s / 60)}")
 
@@ -346,16 +337,14 @@ class SlurmClient:
         return next((record.excluded for record in records), None)
 
     def readmit(self, task: str, host: str) -> bool:
-        """Let a pending task start on a node that it avoids; return False if it does not wait.
-
-        This also ends the hold of a task that had no other node (``BadConstraints``).
-        """
+        """Let a pending task start on a node again, also if held for that; False: not pending."""
         avoided = self.excluded(task)
         if avoided is None:
             return False
         if host in avoided:
-            rest = sorted(set(avoided) - {host})
-            self._update_waiting([task], f"ExcNodeList={compress(rest)}")
+            rest = f"ExcNodeList={compress(sorted(set(avoided) - {host}))}"
+            update = "scontrol", "update", f"jobid={queue_name(task)}", rest
+            self._run_unless(parsing.NOT_WAITING, *update)
         return True
 
     def _records(self, job: str) -> list[parsing.JobRecord]:
@@ -482,11 +471,7 @@ _TRIES = 3
 
 
 def call(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float | None) -> str:
-    """Return the standard output of a command, whose ``env`` has PATH.
-
-    A command that does not answer is killed with all that it has started (`_util.run`). Raises
-    SlurmCommandError if it is not installed, fails, or does not answer in time.
-    """
+    """Return the standard output of a command, or raise SlurmCommandError; ``env`` has PATH."""
     return _call(argv, env, timeout_s).stdout
 
 
@@ -605,10 +590,7 @@ class SiteClient(SlurmClient):
         return parsing.parse_offered_qos(self._run(argv))
 
     def test_only(self, script: str, flags: Sequence[str] = ()) -> str:
-        """Let sbatch validate a script; return when and where it would start, in sbatch's words.
-
-        If sbatch would refuse it, the standard error in SlurmCommandError has the reason.
-        """
+        """Return when and where a script would start, in sbatch's words; fail as sbatch."""
         done = _call(["sbatch", "--test-only", *flags, script], self._outside(), self.timeout_s)
         words = done.stderr.strip() or done.stdout
         return re.sub(r"\A(sbatch: )?(Job \d+ )?", "", words.strip())

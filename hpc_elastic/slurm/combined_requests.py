@@ -51,10 +51,7 @@ _MOST = 1000
 
 
 class CombinedRequests:
-    """What a task that is not alone asks of ``slurm`` together with the others.
-
-    If ``attempt``, the number of its requeues, is unknown, its requests are not combined.
-    """
+    """What a task asks of ``slurm`` together with others; alone, if its ``attempt`` is unknown."""
 
     def __init__(self, folder: Path, slurm: SlurmClient, task: str, attempt: int | None) -> None:
         self._folder = folder
@@ -118,10 +115,7 @@ class CombinedRequests:
     def postpone(
         self, tasks: Sequence[str], delay_s: float, *, time_limit_s: float | None = None
     ) -> None:
-        """Let this task, and those that were requeued with it, not start before `delay_s`.
-
-        The time limit is of this task's array only: those of another pool have their own.
-        """
+        """Postpone this task and those requeued with it; other pools have limits of their own."""
         batch, self._batch = self._batch, None
         if batch is None:
             self.slurm.postpone(tasks, delay_s, time_limit_s=time_limit_s)

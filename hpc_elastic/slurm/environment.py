@@ -281,10 +281,7 @@ def outside(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def for_commands(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment in which Slurm's commands print what `SlurmClient` expects.
-
-    No options of the user, no translation, full dates, and index sets at their full length.
-    """
+    """Return an environment without the user's options, for full output that is not translated."""
     options = ("SQUEUE_", "SCANCEL_", "SINFO_", "SCONTROL_")
     kept = {name: value for name, value in env.items() if not name.startswith(options)}
     output = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "standard", "SLURM_BITSTR_LEN": "0"}

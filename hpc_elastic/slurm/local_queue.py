@@ -161,10 +161,7 @@ class LocalQueue:
         """Do nothing: the launcher reads the excluded nodes of a run itself."""
 
     def cancel(self, tasks: Sequence[str], *, pending_only: bool = False) -> None:
-        """Send SIGTERM to agents. The launcher starts no task of a run that has ended.
-
-        Raises RunDirectoryError as `require_agents`, or if a process belongs to another user.
-        """
+        """Send SIGTERM to agents; RunDirectoryError as `require_agents`, or if not ours."""
         for process in () if pending_only else self.require_agents(tasks):
             _send_signal(process, signal.SIGTERM)
 
@@ -188,10 +185,7 @@ class LocalQueue:
             raise LocalQueueError(f"{table} cannot be read: {e}") from e
 
     def require_agents(self, tasks: Iterable[str]) -> list[psutil.Process]:
-        """Return the processes of tasks on this machine, which are their agents.
-
-        Raises RunDirectoryError if the table names a process that is no agent of this submission.
-        """
+        """Return the tasks' processes here; RunDirectoryError if one is no agent of these."""
         entries = self._entries()
         found = [(task, entries[task].process) for task in tasks if task in entries]
         agents = [(task, process) for task, process in found if process is not None]

@@ -224,10 +224,7 @@ class QueuedJob:
 
 
 class JobRun(NamedTuple):
-    """For how long a job of any user has run; ``ended_at`` is None if it has not ended by itself.
-
-    ``used_s`` is 0 while it waits, ``limit_s`` None without a limit.
-    """
+    """For how long a job has run, 0 while it waits; ``ended_at`` is None if not ended by itself."""
 
     job: str
     user: str
@@ -343,11 +340,7 @@ def selected(partitions: Iterable[Partition], wanted: str | None) -> list[Partit
 
 
 def parse_preemption(config: str, partitions: str, wanted: str | None) -> Preemption:
-    """Return what a task gets when it is preempted, from the output of ``scontrol show``.
-
-    ``wanted`` are partitions with commas; None is the default one. Of several, the one with the
-    least grace counts.
-    """
+    """Return what a task gets when preempted; of partitions the least grace counts."""
     chosen = selected(parse_partitions(partitions), wanted)
     kill_wait_s = parse_number(parse_config(config).get("KillWait", ""))
     return Preemption(
@@ -395,10 +388,7 @@ def parse_reservations(output: str) -> list[QueuedJob]:
 
 
 def parse_last_busy(output: str, record: JobRecord) -> str | None:
-    """Return the only node of a task's partitions that was busy last when it was requeued.
-
-    ``output`` is what ``scontrol -o show node`` printed.
-    """
+    """Return the only node of a task's partitions that was busy last when it was requeued."""
     partitions, requeued_at = set(record.partition.split(",")), _date(record.submitted)
     if requeued_at is None:
         return None
@@ -412,10 +402,7 @@ def parse_last_busy(output: str, record: JobRecord) -> str | None:
 
 
 def parse_node(output: str) -> NodeRecord:
-    """Return what ``scontrol show node`` printed of one node.
-
-    A drained node is up, and so is one of a state that a later Slurm may add.
-    """
+    """Return one node of ``scontrol show node``; a drained one, or of an unknown state, is up."""
     address, state, reason = (
         found[1].strip() if (found := re.search(rf"(?<!\S){pattern}", output)) else ""
         for pattern in (r"NodeAddr=(\S+)", r"State=(\S+)", r"Reason=(.+)")
@@ -434,10 +421,7 @@ def parse_node(output: str) -> NodeRecord:
 
 
 def parse_each_node(output: str) -> dict[str, str]:
-    """Return the state of each node in what ``sinfo -h -N -o EACH_NODE_FORMAT`` printed.
-
-    A node has a line for each of its partitions. A mark behind a state is kept.
-    """
+    """Return the state of each node, with its mark, in sinfo's `EACH_NODE_FORMAT`."""
     return dict(re.findall(r"^\s*(\S+)\|(\S+)\s*$", output, re.MULTILINE))
 
 
@@ -487,10 +471,7 @@ def gpus(gres: str) -> dict[str, int]:
 
 
 def parse_time_left(text: str) -> float | None:
-    """Return the seconds in squeue's TimeLeft or scontrol's MaxTime, such as ``1-02:03:04``.
-
-    None for UNLIMITED, NOT_SET, INVALID (the limit has passed), and whatever else is no time.
-    """
+    """Return the seconds of ``1-02:03:04``; None for UNLIMITED, INVALID (passed) and all else."""
     m = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", text.strip(), re.ASCII)
     if m is None:
         return None
@@ -760,10 +741,7 @@ def is_denied(error: SlurmCommandError) -> bool:
 
 
 def has_submitted_nothing(error: BaseException | None) -> bool:
-    """Return whether sbatch has failed, and has certainly submitted nothing.
-
-    If the controller's answer was lost, or sbatch was killed, the job may be in the queue.
-    """
+    """Return whether sbatch failed and certainly submitted nothing: no lost answer, not killed."""
     if not isinstance(error, SlurmCommandError):
         return False
     if error.exit_code is None:

@@ -49,11 +49,7 @@ SIGKILL that follows.
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Why the run's tasks avoid a node, and until when (Unix seconds).
-
-    One that is lifted stays known, once for each node: a task that ran then still avoids the node,
-    until it is requeued.
-    """
+    """Why, and until when, tasks avoid a node; a lifted one stays known to tasks that ran then."""
 
     why: str
     until: float

@@ -133,10 +133,7 @@ def requeue_after(
 
 @contextlib.contextmanager
 def _deaf_to_sigterm(*, for_good: bool = False) -> Iterator[None]:
-    """Ignore the SIGTERM that Slurm sends with a requeue; after an error, only if `for_good`.
-
-    Off the main thread nothing is changed: handlers can be set there only.
-    """
+    """Ignore Slurm's SIGTERM, on the main thread; after an error, only if `for_good`."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -39,10 +39,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TaskPlace:
-    """What a job stands for: one element of an array, or a co-allocated job.
-
-    ``array`` is the array's number k in the sweep; ``index`` is None for a co-allocated job.
-    """
+    """Element ``index`` of array number ``array`` in the sweep, or (None) a co-allocated job."""
 
     array: int
     index: int | None

@@ -162,10 +162,7 @@ class Scheduler:
         self._queue.cancel(current_names(self._spec), pending_only=True)
 
     def kill_task(self, task: str) -> None:
-        """Send SIGKILL to the processes of a task. It may be requeued.
-
-        Raises RunDirectoryError as `require_killable`, or if the processes belong to another user.
-        """
+        """Send SIGKILL to a task; it may be requeued. Raises as `require_killable`."""
         require_killable(task)
         if isinstance(self._queue, LocalQueue):
             self._queue.kill(task)
@@ -275,10 +272,7 @@ class Scheduler:
             self._queue.exclude(waiting, hosts)
 
     def end_exclusions(self) -> None:
-        """Let tasks of the run start again on nodes whose exclusion has ended.
-
-        A task that may still run on such a node avoids it until `readmit`.
-        """
+        """Let tasks start again on nodes whose exclusion has ended; those in quarantine later."""
         now = time.time()
         known = quarantine.excluded(self._run).items()
         over = {host for host, exclusion in known if exclusion.until <= now}
@@ -435,10 +429,7 @@ def read_job_nodes(files: ArrayFiles) -> JobNodes | None:
 
 
 def run_states(spec: RunSpec, listed: Mapping[str, TaskState]) -> dict[str, TaskState]:
-    """Return the states of a run's tasks by agent; those of a co-allocated job by node.
-
-    ``listed`` is by queue name, and may have other runs' tasks.
-    """
+    """Return a run's states by agent; ``listed`` is by queue name, of other runs too."""
     given = None
     if spec.settings.num_coallocated > 0:  # its slots are the first
         given = read_job_nodes(Submission(Path(spec.submission)).array(spec.tasks[0][0]))
@@ -448,10 +439,7 @@ def run_states(spec: RunSpec, listed: Mapping[str, TaskState]) -> dict[str, Task
 def states_of(
     slots: Mapping[str, int], listed: Mapping[str, TaskState], given: JobNodes | None = None
 ) -> dict[str, TaskState]:
-    """Return the listed states of agents' tasks, where a co-allocated job is one line (pure).
-
-    ``given`` are the recorded nodes of the run's co-allocated job.
-    """
+    """Return the listed states by agent, a co-allocated job's by its recorded nodes (pure)."""
     states: dict[str, TaskState] = {}
     nodes: list[TaskState] | None = None
     for task, slot in slots.items():

@@ -88,52 +88,28 @@ _TOLERANCE = 1e-3
 """Of a loss, relative: above what rounding to bfloat16 inside of the model leaves in a mean."""
 
 _LEGAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "save_only_model": (
-        (False,),
-        "give False: optimizer and schedule would begin anew at each change of the group; to keep "
-        "models alone, call save_model(folder) after train()",
-    ),
-    "auto_find_batch_size": (
-        (False,),
-        "give False, and a per_device_train_batch_size that fits: it is the most samples that a "
-        "device takes at once, and changes no result",
-    ),
-    "enable_jit_checkpoint": (
-        (False,),
-        "give False: it would end the training at a SIGTERM, in each worker at another step; the "
-        "agent handles preemption notices",
-    ),
-    "save_on_each_node": (
-        (False,),
-        "give False, and an output_dir that all nodes share: after a change of the group each "
-        "node needs the checkpoint",
-    ),
-    "train_sampling_strategy": (
-        ("random", "sequential"),
-        "give 'random' or 'sequential': the groups of the others depend on the number of workers; "
-        "or sort the dataset by length, and give 'sequential'",
-    ),
-    "deepspeed": (
-        (None,),
-        "leave it out: its checkpoints fit only the number of workers that wrote them",
-    ),
-    "fsdp": (
-        (None, False, "", []),
-        "leave it out: its checkpoints through the Trainer are untested with another number of "
-        "workers; FSDP2 in a loop of your own, or in Lightning, is tested",
-    ),
-    "parallelism_config": (
-        (None,),
-        "leave it out: it divides the workers, and the batch is divided among all of them",
-    ),
-    "dataloader_in_order": (
-        (True,),
-        "leave it True: the weights of the micro-batches go with their order",
-    ),
-    "n_gpu": (
-        (0, 1),
-        "start one worker for each GPU (launcher.gpus_per_node), not one with several GPUs",
-    ),
+    "save_only_model": ((False,), "give False: optimizer and schedule would begin anew at each "
+     "change of the group; to keep models alone, call save_model(folder) after train()"),
+    "auto_find_batch_size": ((False,), "give False, and a per_device_train_batch_size that fits: "
+     "it is the most samples that a device takes at once, and changes no result"),
+    "enable_jit_checkpoint": ((False,), "give False: it would end the training at a SIGTERM, in "
+     "each worker at another step; the agent handles preemption notices"),
+    "save_on_each_node": ((False,), "give False, and an output_dir that all nodes share: after a "
+     "change of the group each node needs the checkpoint"),
+    "train_sampling_strategy": (("random", "sequential"), "give 'random' or 'sequential': the "
+     "groups of the others depend on the number of workers; or sort the dataset by length, and "
+     "give 'sequential'"),
+    "deepspeed": ((None,), "leave it out: its checkpoints fit only the number of workers that "
+     "wrote them"),
+    "fsdp": ((None, False, "", []), "leave it out: its checkpoints through the Trainer are "
+     "untested with another number of workers; FSDP2 in a loop of your own, or in Lightning, is "
+     "tested"),
+    "parallelism_config": ((None,), "leave it out: it divides the workers, and the batch is "
+     "divided among all of them"),
+    "dataloader_in_order": ((True,), "leave it True: the weights of the micro-batches go with "
+     "their order"),
+    "n_gpu": ((0, 1), "start one worker for each GPU (launcher.gpus_per_node), not one with "
+     "several GPUs"),
 }  # fmt: skip
 """Arguments that work with some values only: those values, and the remedy."""
 _RESTORED = (

@@ -121,11 +121,7 @@ class ElasticCheckpoint(pl.callbacks.Checkpoint):
     best_model_path = ""
 
     def __init__(
-        self,
-        directory: str | os.PathLike[str] | None = None,
-        *,
-        keep_last: int = 2,
-        **period: Any,
+        self, directory: str | os.PathLike[str] | None = None, *, keep_last: int = 2, **period: Any
     ) -> None:
         Period(**period)
         if keep_last < 1:

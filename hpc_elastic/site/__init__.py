@@ -21,7 +21,6 @@ from hpc_elastic.site.gaps import SAME_S as SAME_S
 from hpc_elastic.site.gaps import ExpectedStart as ExpectedStart
 from hpc_elastic.site.gaps import Outlook as Outlook
 from hpc_elastic.site.gaps import Shape as Shape
-from hpc_elastic.site.gaps import TaskTerms as TaskTerms
 from hpc_elastic.site.gaps import expected_start as expected_start
 from hpc_elastic.site.gaps import learned_starts as learned_starts
 from hpc_elastic.site.gaps import next_start as next_start

@@ -526,10 +526,7 @@ def parse_queue(output: str) -> list[QueuedJob]:
     """Return the jobs in ``squeue -h -O QUEUE_FORMAT``'s output; ValueError for another format."""
     jobs: list[QueuedJob] = []
     for line in _rows(r"\s*[A-Z_]+\s*\|", output):
-        fields = [part.strip() for part in line.split("|", len(QUEUE_FIELDS) - 1)]
-        if len(fields) != len(QUEUE_FIELDS):
-            raise ValueError(f"not a line of squeue in the format {QUEUE_FORMAT}: {line!r}")
-        *rest, reason = fields
+        *rest, reason = _fields(line, QUEUE_FORMAT, len(QUEUE_FIELDS))
         jobs.append(_queued(*rest, reason=reason.removesuffix("|")))
     return jobs
 
@@ -538,9 +535,7 @@ def parse_needs(output: str) -> list[QueuedJob]:
     """Return the jobs in ``squeue -h -o NEEDS_FORMAT``'s output; ValueError for another format."""
     jobs: list[QueuedJob] = []
     for line in filter(str.strip, output.splitlines()):
-        fields = [part.strip() for part in line.split("|", NEEDS_FORMAT.count("|"))]
-        if len(fields) != NEEDS_FORMAT.count("|") + 1:
-            raise ValueError(f"not a line of squeue in the format {NEEDS_FORMAT}: {line!r}")
+        fields = _fields(line, NEEDS_FORMAT, NEEDS_FORMAT.count("|") + 1)
         name, *usual, user, nice, cpus, memory, gres = fields[:17]
         required, excluded, reservation, shares, reason, features = fields[17:]
         job = _queued(*usual, reason=reason)
@@ -658,10 +653,16 @@ def _lines(output: str) -> Iterator[list[str]]:
     """Yield the fields of each line of squeue."""
     rows = _rows(r"\s*\d+\s*\|", output)
     for line in rows or filter(str.strip, output.splitlines()):
-        fields = line.split("|", len(FIELDS) - 1)
-        if len(fields) != len(FIELDS) or not rows:
-            raise ValueError(f"not a line of squeue in the format {SQUEUE_FORMAT}: {line!r}")
-        yield [part.strip() for part in (*fields[:-1], fields[-1].rstrip().removesuffix("|"))]
+        *fields, reason = _fields(line, SQUEUE_FORMAT, len(FIELDS) if rows else 0)
+        yield [*fields, reason.removesuffix("|").strip()]
+
+
+def _fields(line: str, form: str, number: int) -> list[str]:
+    """Return the fields of a line of squeue, the last one with all that follows."""
+    fields = [part.strip() for part in line.split("|", number - 1)]
+    if len(fields) != number:
+        raise ValueError(f"not a line of squeue in the format {form}: {line!r}")
+    return fields
 
 
 # ---- sacctmgr

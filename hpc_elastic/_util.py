@@ -172,7 +172,7 @@ _MARKS = 60
 
 
 class ThroughputMeter:
-    """Throughput in a window; times below ``shortest_s`` count as that, against chance values."""
+    """Throughput of a count over a window; times below ``shortest_s`` count as that (pure)."""
 
     def __init__(self, window_s: float, shortest_s: float = 0.0) -> None:
         self._window_s = window_s

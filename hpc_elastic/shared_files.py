@@ -92,7 +92,11 @@ def write_atomic(
 
 
 def create_atomic(path: Path, text: str, *, mode: int = 0o644) -> bool:
-    """Create a file with a text of its own; False if another has; OSError if not made."""
+    """Create a file in one step; return False if another process has created it.
+
+    The text differs from that of any other caller. Raises OSError if the file is not there, and
+    could not be made.
+    """
     staged = _stage(path, text, mode, path.parent)
     put, read = partial(os.link, staged, path), partial(read_bytes, path)
     steps = create_once(put, partial(names_in, path.parent), path.name, read, text.encode())
@@ -161,7 +165,7 @@ _ACCESS_ACL, _DEFAULT_ACL = "system.posix_acl_access", "system.posix_acl_default
 
 
 def has_acl(path: Path) -> bool:
-    """Return whether a path has an ACL; its group bits are then the most granted to anybody."""
+    """Return whether a path has an ACL; then its group's bits are the most that is granted."""
     return any(_has_attribute(path, name) for name in (_ACCESS_ACL, _DEFAULT_ACL))
 
 
@@ -458,7 +462,7 @@ def lines_in(
 def parse_json(
     text: str | bytes, what: object, loads: Callable[[str | bytes], Any] = json.loads
 ) -> Any:
-    """Return the value of JSON text; ``loads`` raises ValueError at what it refuses."""
+    """Return the value of JSON text of a file; ``loads`` raises ValueError at what it refuses."""
     try:
         value = loads(text)
     except (ValueError, RecursionError) as e:
@@ -498,7 +502,7 @@ def parse_yaml(text: str, path: Path) -> Any:
 
 
 def read_json(path: Path, read: Callable[[Path], str] = read_text) -> dict[str, Any] | None:
-    """Return the object in a JSON file; None: no file. `read_undelegated` if others change it."""
+    """Return the object in a JSON file, or None; with `read_undelegated` if others change it."""
     try:
         text = read_listed(path, read)
     except IsADirectoryError as e:
@@ -652,7 +656,7 @@ class Mount:
 
     @classmethod
     def of(cls, path: Path) -> Mount:
-        """Return the mount of a path, or of its nearest folder there is; it may be unknown."""
+        """Return the mount of a path, or of the nearest folder above; it may be unknown."""
         for place in (path, *path.absolute().parents):
             with contextlib.suppress(OSError, ValueError):
                 fd = os.open(place, os.O_PATH | os.O_CLOEXEC)
@@ -691,7 +695,11 @@ class Mount:
 
     @property
     def stale_s(self) -> float:
-        """How many seconds old, at most, the content of what is opened anew may be; 0 if asked."""
+        """How old the content of a file or folder may be that is opened anew, in seconds.
+
+        An upper bound: what another node had written and closed so long before is seen. 0 where
+        each opening asks the server.
+        """
         if not self.is_nfs:
             return self._bound_s()
         if "nocto" not in self.options:
@@ -705,7 +713,10 @@ class Mount:
 
     @property
     def path_stale_s(self) -> float:
-        """How many seconds, at most, ``stat`` or ``exists`` answer from memory, absence too."""
+        """How long a path may be answered from memory, its absence too, if no folder is opened.
+
+        An upper bound, in seconds: for the look-ups of a name, as by ``stat`` or ``exists``.
+        """
         if not self.is_nfs:
             return self._bound_s()
         return 0.0 if self.options.get("lookupcache") == "none" else self._nfs_s("acdirmax")

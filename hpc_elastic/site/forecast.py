@@ -279,7 +279,7 @@ class StartTimes:
 def sample_starts(
     num_nodes: int, demands: Sequence[Demand], own: Sequence[int], now: float
 ) -> list[list[float]]:
-    """Return the starts of ``own`` demands by draw; those of one `Survival` are alike."""
+    """Return for each draw when the ``own`` demands begin, in order of time."""
     kinds = dict.fromkeys(id(demand.survival) for demand in demands)
     kin = {kind: _normals(-number - 1) for number, kind in enumerate(kinds)}
     found: list[list[float]] = []

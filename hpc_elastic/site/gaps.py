@@ -354,7 +354,7 @@ def _is_better(shape: Shape, other: Shape, now: float) -> bool:
 
 
 def soonest(found: Sequence[Shape]) -> Shape | None:
-    """Return the shape with the earliest start, of equal ones the longest; learned if all are."""
+    """Return the shape with the earliest start, by the learned ones if all have them."""
     middles = [start.p50 for shape in found if (start := shape.learned.get(shape.sizes[0]))]
     ats = middles if len(middles) == len(found) else [shape.starts_at for shape in found]
     known = [(at, shape) for at, shape in zip(ats, found, strict=True) if at is not None]

@@ -227,7 +227,10 @@ class GiveWay:
             self._doubts[key] = num, now if is_first else now + pause_s
 
     def _may_get(self, job: QueuedJob, new: Mapping[str, _Given], now: float) -> bool:
-        """Return whether a job may get nodes: after failures one job of a user at a time."""
+        """Return whether a job may get nodes, although it or others of its user did not start.
+
+        A user of such jobs gets nodes for one job after the other.
+        """
         tried = {**self._given, **new}
         is_tried = any(each.user == job.user for name, each in tried.items() if name != job.job)
         of_user = _of_user(job.user)
@@ -275,7 +278,11 @@ def suffices(kind: NodeKind, needs: NodeNeeds) -> bool:
 
 
 def has_features(wanted: str, features: Collection[str]) -> bool:
-    """Return whether a node has these features; numbers and brackets are not understood."""
+    """Return whether a node has the features that ``--constraint`` asks for.
+
+    Alternatives and conjunctions of names are understood; numbers and brackets are not, so that no
+    node has them.
+    """
     return not wanted or any(
         all(name.strip() in features for name in part.split("&")) for part in wanted.split("|")
     )

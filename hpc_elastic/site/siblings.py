@@ -64,7 +64,7 @@ class QueuedRun:
             the user's.
         lost: Tasks whose attempt was lost -> that attempt: Slurm may list it as running for
             minutes. Its node may come to the run again, unless it does not answer.
-        demand: Its progress but for its number of nodes, if the next ones go where they help most.
+        demand: Its progress, if the next nodes go where they help most; without its nodes.
     """
 
     name: str
@@ -148,7 +148,10 @@ class QueuedRun:
 
 @dataclass(frozen=True)
 class NodeSupply:
-    """The nodes that a run may get, by sinfo's words; if whole, a task has one for itself."""
+    """The nodes that a run may get; ``states`` are in sinfo's words.
+
+    If they ``are_whole``, a task gets whole nodes: then a node that a task has is not for others.
+    """
 
     states: Mapping[str, str]
     are_whole: bool
@@ -188,7 +191,10 @@ def why_blocked(runs: Sequence[QueuedRun], own: int, nodes: NodeSupply) -> str |
 
 
 def _give_way(runs: Sequence[QueuedRun], short: Sequence[int], nodes: NodeSupply) -> dict[int, int]:
-    """Return the short runs that give way, the last first, and the earlier ones they do it for."""
+    """Return the runs with too few nodes that give way, each with the earlier one it gives way to.
+
+    The first run gets what it lacks from the last ones, then the second, and so on.
+    """
     gives_way: dict[int, int] = {}
     last, idle_spent = len(short), 0
     for place, at in enumerate(short):
@@ -244,7 +250,10 @@ def let_start(
 def keep_away(
     runs: Sequence[QueuedRun], nodes: NodeSupply, deferred: Set[int] = frozenset()
 ) -> list[str]:
-    """Return the tasks that would soon start for nothing, all of them once one is about to."""
+    """Return the tasks that would soon start for nothing, and are to stay away for longer.
+
+    All of them once one is about to start: that is one command for all.
+    """
     held = {node for run in runs if run.lacks == 0 for node in run.nodes}
     kept: list[TaskState] = []
     for at, run in enumerate(runs):
@@ -414,7 +423,10 @@ class SweepQueue:
     def _queued(
         self, run: RunDir, names: Iterable[str], listed: Mapping[str, TaskState]
     ) -> QueuedRun:
-        """Return a run as the queue shows it; a removed or unreadable one needs no node."""
+        """Return a run as the queue shows it; one whose directory was removed needs no node.
+
+        So does one of another submission that cannot be read, and one that Slurm does not list.
+        """
         tasks = {task: listed[task] for task in names if task in listed}
         if not tasks:
             return QueuedRun(self._name(run), 0, tasks)
@@ -491,7 +503,7 @@ class SweepQueue:
 
 
 def _node_flags(script: Path) -> frozenset[str] | None:
-    """Return a script's flags that decide which nodes its tasks get; None if unreadable."""
+    """Return a script's flags that decide which nodes its tasks may get; None if unreadable."""
     try:
         lines = read_text(script, errors="replace").splitlines()
     except OSError:

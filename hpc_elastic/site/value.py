@@ -121,7 +121,11 @@ _TYPICAL = StepTimeModel(0.05, 0.95, 0.0)
 
 @dataclass(frozen=True)
 class NodeDemand:
-    """One run that competes for nodes; its number of them is a multiple of ``unit_nodes``."""
+    """One run that competes for nodes; its number of them is a multiple of ``unit_nodes``.
+
+    ``step_times`` are measured seconds of a step by number of nodes; ``steps_left`` lead to its
+    end.
+    """
 
     nodes: int
     min_nodes: int
@@ -170,7 +174,10 @@ def _added(model: StepTimeModel, size: int, larger: int) -> float:
 
 
 def _models(runs: Sequence[NodeDemand]) -> list[StepTimeModel]:
-    """Return each run's model; without one, the others' mean curve through its own step time."""
+    """Return the model of each run; one that has none gets the mean curve of the others.
+
+    A run that has measured one size has that curve through its own step time.
+    """
     own = [StepTimeModel.fit(run.step_times) for run in runs]
     alone = [model.scaled(1.0 / model.step_s(1)) for model in own if model] or [_TYPICAL]
     terms = zip(*((m.fixed_s, m.divided_s, m.per_node_s) for m in alone), strict=True)
@@ -190,7 +197,10 @@ def _models(runs: Sequence[NodeDemand]) -> list[StepTimeModel]:
 
 
 def _weights(runs: Sequence[NodeDemand], models: Sequence[StepTimeModel]) -> list[float]:
-    """Return the weight of each run: least work first; of equal ones they end one after another."""
+    """Return the weight of each run: it is highest for the one with the least work left.
+
+    Of runs with the same work the earlier one comes first: they end one after the other.
+    """
     work = [
         math.inf if run.steps_left is None else run.steps_left * model.step_s(1)
         for run, model in zip(runs, models, strict=True)

@@ -123,7 +123,7 @@ class SlurmClient:
     def find_job(
         self, script: Path, index: int | None = None, *, besides: Collection[str] = ()
     ) -> str | None:
-        """Return the newest live job of the user with a batch script; None: Slurm lists none."""
+        """Return the newest job of the user with a script that has not ended; None if none."""
         states = ["-t", "PENDING,RUNNING,SUSPENDED"]
         output = self._run(["squeue", "-h", "--me", *states, "-o", parsing.SCRIPTS_FORMAT])
         found = {
@@ -161,7 +161,10 @@ class SlurmClient:
             self._run_unless(parsing.ENDED, "scancel", *ids[at : at + _IDS_A_CALL])
 
     def kill_steps(self, task: str) -> None:
-        """Kill a task's steps: it is FAILED; a signal to the task would cancel it (22.05)."""
+        """Send SIGKILL to the steps of a task; its batch script ends with the exit code of srun.
+
+        The task is FAILED then. A signal to the whole task would cancel it (22.05).
+        """
         listed = self._run(["squeue", "-h", "-s", "-j", task, "-o", "%i"])
         if steps := re.findall(r"^\s*(\d[\d_+]*\.\d+)\s*$", listed, re.MULTILINE):
             self._run(["scancel", "--signal=KILL", *steps])
@@ -286,7 +289,10 @@ class SlurmClient:
         return None
 
     def set_time_limit(self, tasks: Sequence[str], limit_s: float) -> None:
-        """Set the time limit of pending one-node tasks, rounded up to minutes."""
+        """Set the time limit of pending tasks of one node; others are left alone.
+
+        ``limit_s`` is at most the partition's limit; it is rounded up to whole minutes.
+        """
         # NumTasks is refused for a task that has started meanwhile, whose limit would be lowered
         self._update_waiting(tasks, "NumTasks=1", f"TimeLimit={math.ceil(limit_s / 60)}")
 
@@ -337,7 +343,10 @@ class SlurmClient:
         return next((record.excluded for record in records), None)
 
     def readmit(self, task: str, host: str) -> bool:
-        """Let a pending task start on a node again, also if held for that; False: not pending."""
+        """Let a pending task start on a node that it avoids; return False if it does not wait.
+
+        This also ends the hold of a task that had no other node (``BadConstraints``).
+        """
         avoided = self.excluded(task)
         if avoided is None:
             return False
@@ -590,7 +599,7 @@ class SiteClient(SlurmClient):
         return parsing.parse_offered_qos(self._run(argv))
 
     def test_only(self, script: str, flags: Sequence[str] = ()) -> str:
-        """Return when and where a script would start, in sbatch's words; fail as sbatch."""
+        """Return when and where sbatch would start a script; an error has sbatch's reason."""
         done = _call(["sbatch", "--test-only", *flags, script], self._outside(), self.timeout_s)
         words = done.stderr.strip() or done.stdout
         return re.sub(r"\A(sbatch: )?(Job \d+ )?", "", words.strip())

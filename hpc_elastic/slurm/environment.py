@@ -43,12 +43,12 @@ class SlurmEnvironment:
 
     @property
     def job_id(self) -> int:
-        """Each task of an array has its own."""
+        """Slurm's number of this task; each task of an array has its own."""
         return self._number("SLURM_JOB_ID")
 
     @property
     def array_job_id(self) -> int | None:
-        """What the tasks of an array share; None outside of arrays."""
+        """The number that the tasks of an array share; None outside of arrays."""
         return self._optional("SLURM_ARRAY_JOB_ID")
 
     @property
@@ -281,7 +281,10 @@ def outside(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def for_commands(env: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the user's options, for full output that is not translated."""
+    """Return the environment in which Slurm's commands print what `SlurmClient` expects.
+
+    No options of the user, no translation, full dates, and index sets at their full length.
+    """
     options = ("SQUEUE_", "SCANCEL_", "SINFO_", "SCONTROL_")
     kept = {name: value for name, value in env.items() if not name.startswith(options)}
     output = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "standard", "SLURM_BITSTR_LEN": "0"}
@@ -326,7 +329,11 @@ _CONFIG_FILES = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf")
 
 
 def message_timeout_s(env: Mapping[str, str]) -> float | None:
-    """Return MessageTimeout in this machine's slurm.conf, not by a controller that is slow."""
+    """Return the seconds for which Slurm's commands wait for the controller; None if unknown.
+
+    It is read from this machine's copy of slurm.conf: a controller that is slow need not be asked.
+    Source: https://slurm.schedmd.com/slurm.conf.html#OPT_MessageTimeout
+    """
     return _message_timeout_in((env.get("SLURM_CONF"), *_CONFIG_FILES))
 
 

@@ -161,7 +161,7 @@ class LocalQueue:
         """Do nothing: the launcher reads the excluded nodes of a run itself."""
 
     def cancel(self, tasks: Sequence[str], *, pending_only: bool = False) -> None:
-        """Send SIGTERM to agents; RunDirectoryError as `require_agents`, or if not ours."""
+        """Send SIGTERM to agents; RunDirectoryError if one is another user's, or no agent."""
         for process in () if pending_only else self.require_agents(tasks):
             _send_signal(process, signal.SIGTERM)
 
@@ -185,7 +185,7 @@ class LocalQueue:
             raise LocalQueueError(f"{table} cannot be read: {e}") from e
 
     def require_agents(self, tasks: Iterable[str]) -> list[psutil.Process]:
-        """Return the tasks' processes here; RunDirectoryError if one is no agent of these."""
+        """Return the processes of tasks here; RunDirectoryError if one is none of our agents."""
         entries = self._entries()
         found = [(task, entries[task].process) for task in tasks if task in entries]
         agents = [(task, process) for task, process in found if process is not None]

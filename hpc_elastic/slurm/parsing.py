@@ -340,7 +340,7 @@ def selected(partitions: Iterable[Partition], wanted: str | None) -> list[Partit
 
 
 def parse_preemption(config: str, partitions: str, wanted: str | None) -> Preemption:
-    """Return what a task gets when preempted; of partitions the least grace counts."""
+    """Return what a preempted task gets; of several partitions the least grace counts."""
     chosen = selected(parse_partitions(partitions), wanted)
     kill_wait_s = parse_number(parse_config(config).get("KillWait", ""))
     return Preemption(
@@ -402,7 +402,10 @@ def parse_last_busy(output: str, record: JobRecord) -> str | None:
 
 
 def parse_node(output: str) -> NodeRecord:
-    """Return one node of ``scontrol show node``; a drained one, or of an unknown state, is up."""
+    """Return what ``scontrol show node`` printed of one node.
+
+    A drained node is up, and so is one of a state that a later Slurm may add.
+    """
     address, state, reason = (
         found[1].strip() if (found := re.search(rf"(?<!\S){pattern}", output)) else ""
         for pattern in (r"NodeAddr=(\S+)", r"State=(\S+)", r"Reason=(.+)")
@@ -421,7 +424,7 @@ def parse_node(output: str) -> NodeRecord:
 
 
 def parse_each_node(output: str) -> dict[str, str]:
-    """Return the state of each node, with its mark, in sinfo's `EACH_NODE_FORMAT`."""
+    """Return the state of each node, marks included, in `EACH_NODE_FORMAT`."""
     return dict(re.findall(r"^\s*(\S+)\|(\S+)\s*$", output, re.MULTILINE))
 
 
@@ -471,7 +474,10 @@ def gpus(gres: str) -> dict[str, int]:
 
 
 def parse_time_left(text: str) -> float | None:
-    """Return the seconds of ``1-02:03:04``; None for UNLIMITED, INVALID (passed) and all else."""
+    """Return the seconds in squeue's TimeLeft or scontrol's MaxTime, such as ``1-02:03:04``.
+
+    None for UNLIMITED, NOT_SET, INVALID (the limit has passed), and whatever else is no time.
+    """
     m = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", text.strip(), re.ASCII)
     if m is None:
         return None
@@ -742,7 +748,10 @@ def is_denied(error: SlurmCommandError) -> bool:
 
 
 def has_submitted_nothing(error: BaseException | None) -> bool:
-    """Return whether sbatch failed and certainly submitted nothing: no lost answer, not killed."""
+    """Return whether sbatch has failed, and has certainly submitted nothing.
+
+    If the controller's answer was lost, or sbatch was killed, the job may be in the queue.
+    """
     if not isinstance(error, SlurmCommandError):
         return False
     if error.exit_code is None:

@@ -49,7 +49,11 @@ SIGKILL that follows.
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Why, and until when, tasks avoid a node; a lifted one stays known to tasks that ran then."""
+    """Why the run's tasks avoid a node, and until when (Unix seconds).
+
+    One that is lifted stays known, once for each node: a task that ran then still avoids the node,
+    until it is requeued.
+    """
 
     why: str
     until: float
@@ -118,7 +122,7 @@ def quarantine_node(run: RunDir, task: str, node: str, client: SlurmClient) -> N
 
 
 def lift_own_quarantine(run: RunDir, task: str, node: str, client: SlurmClient) -> None:
-    """Let this task, which ends here now and has been requeued (`requeue_or_exit`), come again."""
+    """Let this task, which ends here and has been requeued, start here again."""
     file = run.avoided / f"{queue_name(task)}@{node}"
     try:
         if is_there(file):

@@ -133,7 +133,7 @@ def requeue_after(
 
 @contextlib.contextmanager
 def _deaf_to_sigterm(*, for_good: bool = False) -> Iterator[None]:
-    """Ignore Slurm's SIGTERM, on the main thread; after an error, only if `for_good`."""
+    """Ignore the SIGTERM of a requeue (main thread); after an error only if `for_good`."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TaskPlace:
-    """Element ``index`` of array number ``array`` in the sweep, or (None) a co-allocated job."""
+    """Element ``index`` of the sweep's array ``array``; None: a co-allocated job."""
 
     array: int
     index: int | None

@@ -272,7 +272,7 @@ class Scheduler:
             self._queue.exclude(waiting, hosts)
 
     def end_exclusions(self) -> None:
-        """Let tasks start again on nodes whose exclusion has ended; those in quarantine later."""
+        """Let tasks start on nodes whose exclusion has ended and that are not in quarantine."""
         now = time.time()
         known = quarantine.excluded(self._run).items()
         over = {host for host, exclusion in known if exclusion.until <= now}
@@ -429,7 +429,7 @@ def read_job_nodes(files: ArrayFiles) -> JobNodes | None:
 
 
 def run_states(spec: RunSpec, listed: Mapping[str, TaskState]) -> dict[str, TaskState]:
-    """Return a run's states by agent; ``listed`` is by queue name, of other runs too."""
+    """Return the states of a run's tasks by agent; ``listed`` may have other runs' tasks."""
     given = None
     if spec.settings.num_coallocated > 0:  # its slots are the first
         given = read_job_nodes(Submission(Path(spec.submission)).array(spec.tasks[0][0]))
@@ -439,7 +439,7 @@ def run_states(spec: RunSpec, listed: Mapping[str, TaskState]) -> dict[str, Task
 def states_of(
     slots: Mapping[str, int], listed: Mapping[str, TaskState], given: JobNodes | None = None
 ) -> dict[str, TaskState]:
-    """Return the listed states by agent, a co-allocated job's by its recorded nodes (pure)."""
+    """Return the states of agents' tasks, where a co-allocated job is one line (pure)."""
     states: dict[str, TaskState] = {}
     nodes: list[TaskState] | None = None
     for task, slot in slots.items():

@@ -1,9 +1,5 @@
 """One tracker run for one training run: what the integrations of experiment trackers share.
 
-    from hpc_elastic.integrations.tensorboard import SummaryWriter
-    from hpc_elastic.integrations.wandb import init
-    from hpc_elastic.integrations.mlflow import start_run
-
 A worker that starts again, on any node and with any world size, continues the tracker's run. That
 run is found by the run's id, which exists before the first worker does, so a restart before the
 first checkpoint finds it too.

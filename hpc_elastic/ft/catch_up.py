@@ -35,20 +35,14 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from hpc_elastic.ft.checkpointing import HealError, HTTPTransport, UnusableStateError
+from hpc_elastic.ft.checkpointing import HealError, HTTPTransport, UnusableStateError, _layout
 from hpc_elastic.ft.checkpointing._http import Pieces
-from hpc_elastic.ft.checkpointing._layout import (
-    SMALL_BYTES,
-    StateLayout,
-    Target,
-    digest_tensors,
-    local_part,
-    stream_parts,
-)
+from hpc_elastic.ft.checkpointing._layout import SMALL_BYTES, StateLayout, Target
 from hpc_elastic.ft.checkpointing.http_transport import FetchPlan, Range, cut_range
 from hpc_elastic.ft.quorum import CommittedProgress
 from hpc_elastic.ft.quorum_client import run_in_background
 
+Optimizers = Sequence[torch.optim.Optimizer]
 _MAX_EMPTY_STEPS = 3
 """In a row; after these the replica heals as if it could not catch up."""
 _log = logging.getLogger(__name__)
@@ -60,7 +54,7 @@ class CatchUp:
     def __init__(
         self,
         transport: HTTPTransport[Any],
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizers: Optimizers,
         timeout: timedelta,
     ) -> None:
         self.is_complete = False
@@ -109,10 +103,9 @@ class CatchUp:
         except (HealError, OSError) as e:
             self._num_empty += 1
             _log.info("no part of the state came in this step: %s", e)
-            if self._num_empty >= _MAX_EMPTY_STEPS:
-                text = f"no part of the state came in {self._num_empty} steps"
-                raise HealError(f"{text}: {e}") from e
-            return None
+            if self._num_empty < _MAX_EMPTY_STEPS:
+                return None
+            raise HealError(f"no part of the state came in {self._num_empty} steps: {e}") from e
         self._num_empty = 0
         return state
 
@@ -132,9 +125,8 @@ class CatchUp:
             units = part.units if part and self._is_ending else ()
             return any(part and part.has(unit, finished) for unit in units)
 
-        finished = self._transport.fetch_parts(
-            sources, progress.step, plan, self._timeout, is_enough
-        )
+        step, timeout = progress.step, self._timeout
+        finished = self._transport.fetch_parts(sources, step, plan, timeout, is_enough)
         assert part
         for unit in part.units:
             if part.has(unit, finished):
@@ -185,14 +177,14 @@ class CatchUp:
         for source in sources:
             arguments = source, step, part.target.layout, self._timeout
             asking = run_in_background(partial(self._transport.fetch_digests, *arguments))
-            digests = digest_tensors([part.target.in_place[n] for n in part.large])
+            digests = _layout.digest_tensors([part.target.in_place[n] for n in part.large])
             try:
                 theirs = asking.result()
             except (HealError, OSError) as e:
                 failure = e
-                continue
-            pairs = zip(part.large, digests, strict=True)
-            return [n for n, digest in pairs if digest != theirs[n]]
+            else:
+                pairs = zip(part.large, digests, strict=True)
+                return [n for n, digest in pairs if digest != theirs[n]]
         raise failure
 
 
@@ -209,12 +201,7 @@ class _Part:
     units: list[Unit]
 
     @classmethod
-    def of(
-        cls,
-        layout: StateLayout,
-        own: Callable[[], Any],
-        optimizers: Iterable[torch.optim.Optimizer],
-    ) -> _Part:
+    def of(cls, layout: StateLayout, own: Callable[[], Any], optimizers: Optimizers) -> _Part:
         target = Target(layout, own, in_place=True, staged=True)
         large = [n for n in target.in_place if layout.specs[n].num_bytes > SMALL_BYTES]
         by_memory = {target.in_place[n].data_ptr(): n for n in large}
@@ -228,7 +215,7 @@ class _Part:
         return cls(target, large, [*units, *([n] for n in sorted(single))])
 
     def plan(self, units: Iterable[Unit], *, with_rest: bool) -> FetchPlan:
-        memory = Pieces(stream_parts(self.target.layout, self.target.raw))
+        memory = Pieces(_layout.stream_parts(self.target.layout, self.target.raw))
         rest = self._rest if with_rest else []
         return FetchPlan(memory, rest, [self._range(n) for unit in units for n in unit])
 
@@ -271,7 +258,7 @@ def _have_come(ranges: Iterable[Range], finished: set[Range]) -> bool:
     return all(piece in finished for whole in ranges for piece in cut_range(whole))
 
 
-def _kept_together(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[list[int]]:
+def _kept_together(optimizers: Optimizers) -> Iterable[list[int]]:
     """Yield the addresses of each parameter and of what its optimizer keeps for it."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -281,7 +268,7 @@ def _kept_together(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[list
 
 
 def _address(tensor: Any) -> int:
-    return int(local_part(tensor).data_ptr())
+    return int(_layout.local_part(tensor).data_ptr())
 
 
 class SkipCopiesOntoItself(TorchFunctionMode):
@@ -299,5 +286,5 @@ class SkipCopiesOntoItself(TorchFunctionMode):
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    forms = [(t.dtype, t.shape, t.stride(), t.device) for t in (a, b)]
-    return forms[0] == forms[1] and _address(a) == _address(b) and a.numel() > 0
+    forms = {(t.dtype, t.shape, t.stride(), t.device, _address(t)) for t in (a, b)}
+    return len(forms) == 1 and a.numel() > 0

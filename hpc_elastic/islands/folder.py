@@ -18,8 +18,8 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Collection, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +80,11 @@ class IslandFolder:
         return None if text is None else OuterRound.decode(text)
 
     def put_round(self, outer_round: OuterRound) -> None:
-        staged = self._staged(outer_round.index)
-        try:
-            with staged.open("x") as file:
-                file.write(outer_round.encode())
-                file.flush()
-                os.fsync(file.fileno())
-            self._link(staged, round_name(outer_round.index))
-        finally:
-            remove_behind(staged)
+        index = outer_round.index
+        with self._linked(index, round_name(index)) as staged, staged.open("x") as file:
+            file.write(outer_round.encode())
+            file.flush()
+            os.fsync(file.fileno())
 
     def read_head(self, island: str, number: int) -> ContributionHead | None:
         try:
@@ -101,12 +97,8 @@ class IslandFolder:
         self, island: str, number: int, head: ContributionHead, movement: Tensors
     ) -> None:
         """See `RoundFiles`; ``movement`` comes from `packed`."""
-        staged = self._staged(head.base)
-        try:
+        with self._linked(head.base, contribution_name(island, number)) as staged:
             write_tensors(staged, movement, vars(head))
-            self._link(staged, contribution_name(island, number))
-        finally:
-            remove_behind(staged)
 
     def write_state(
         self, last: OuterRound | None, factors: Mapping[Key, float], name: str
@@ -161,19 +153,23 @@ class IslandFolder:
         for name in names:
             remove_behind(self.path / name)
 
-    def _staged(self, index: int) -> Path:
-        return self.path / staged_name(index, secrets.token_hex(8))
-
-    def _link(self, staged: Path, name: str) -> None:
+    @contextmanager
+    def _linked(self, index: int, name: str) -> Iterator[Path]:
+        """Yield the path of a file to write, and link it to its name then."""
+        staged = self.path / staged_name(index, secrets.token_hex(8))
         try:
-            os.link(staged, self.path / name)
-        except OSError as e:
-            if e.errno in NO_HARD_LINKS:
+            yield staged
+            try:
+                os.link(staged, self.path / name)
+            except OSError as e:
+                if e.errno not in NO_HARD_LINKS:
+                    raise
                 raise RunDirectoryError(
                     f"{self.path}: the file system has no hard links ({e.strerror}), by which "
                     "islands agree: give a folder on one that has, such as NFS, Lustre or GPFS"
                 ) from e
-            raise
+        finally:
+            remove_behind(staged)
 
     def _parameters_of(self, file: TensorFile) -> Tensors:
         found = [n.removeprefix(_PARAMETER) for n in file.names if n.startswith(_PARAMETER)]
@@ -291,7 +287,11 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], values: Any) 
 
 
 class TensorFile:
-    """A file of `write_tensors` with its JSON ``values``, open for reading."""
+    """A file of `write_tensors` with its JSON ``values``, open for reading.
+
+    ``names`` are those of the tensors, in the order in which they were written; ``header_bytes`` is
+    the size of what stands before their data.
+    """
 
     values: Any
 
@@ -310,7 +310,7 @@ class TensorFile:
                 raise ValueError("another checksum")
             content = json.loads(text)
             self.values, self._entries = content["values"], content["tensors"]
-            self._begin = 8 + size
+            self.header_bytes, self.names = 8 + size, list(self._entries)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             self.close()
             if isinstance(e, DamagedFileError):
@@ -320,21 +320,13 @@ class TensorFile:
             self.close()
             raise
 
-    @property
-    def header_bytes(self) -> int:
-        return self._begin
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._entries)
-
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor in host memory; OSError if unreadable, DamagedFileError if damaged."""
         entry = self._entries.get(name)
         if entry is None:
             raise DamagedFileError(f"{self._path} has no tensor {name}")
         begin, end = entry["data_offsets"]
-        data = self._read(end - begin, self._begin + begin)
+        data = self._read(end - begin, self.header_bytes + begin)
         if xxhash.xxh3_64_hexdigest(data) != entry["xxh3_64"]:
             raise DamagedFileError(f"tensor {name} of {self._path} is damaged")
         dtype = _DTYPES[entry["dtype"]]

@@ -91,10 +91,8 @@ class RoundPolicy:
     kept_rounds: int = 1000
 
     def __post_init__(self) -> None:
-        lowest = {
-            "quorum": 1, "grace_s": 0, "turn_s": 0, "absent_rounds": 1, "max_late": 0,
-            "max_open": 1, "kept_rounds": 10,
-        }  # fmt: skip
+        lowest = {"grace_s": 0, "turn_s": 0, "max_late": 0, "kept_rounds": 10}
+        lowest |= {"quorum": 1, "absent_rounds": 1, "max_open": 1}
         for name, least in lowest.items():
             if getattr(self, name) < least:
                 raise ConfigError(name, getattr(self, name), f"give at least {least}")
@@ -200,9 +198,9 @@ def open_contributions(names: Collection[str], last: OuterRound) -> dict[str, li
     Also those below the highest that the listing lacks: whether they are there is seen by opening
     them.
     """
-    numbers = last_numbers(names)
-    above = {i: range(last.settled.get(i, 0) + 1, n + 1) for i, n in numbers.items()}
-    return {island: list(open_) for island, open_ in sorted(above.items()) if open_}
+    numbers = sorted(last_numbers(names).items())
+    found = {i: list(range(last.settled.get(i, 0) + 1, n + 1)) for i, n in numbers}
+    return {island: open_ for island, open_ in found.items() if open_}
 
 
 def removable(
@@ -271,16 +269,11 @@ def next_round(
     settled = dict(last.settled)
     for island, number in heads:
         settled[island] = max(number, settled.get(island, 0))
+    last_rounds = {**last.last_rounds, **dict.fromkeys(counted, index)}
     return OuterRound(
-        index=index,
-        state=state_name(index, nonce),
-        closer=closer,
-        contributions=counted,
-        discarded=discarded,
-        settled=settled,
-        last_rounds={**last.last_rounds, **dict.fromkeys(counted, index)},
-        tokens=last.tokens + tokens,
-    ), factors
+        index, state_name(index, nonce), closer, counted, discarded, settled, last_rounds,
+        last.tokens + tokens,
+    ), factors  # fmt: skip
 
 
 class RoundTimer:
@@ -313,9 +306,8 @@ class RoundTimer:
     def _turn(self, index: int, contributors: Collection[str]) -> int:
         """Return how many islands close the round before this one does; it rotates."""
         ordered = sorted(contributors)
-        if self._island not in contributors:
-            return len(ordered)
-        return (ordered.index(self._island) - index) % len(ordered)
+        is_one = self._island in contributors
+        return (ordered.index(self._island) - index) % len(ordered) if is_one else len(ordered)
 
 
 # ---- procedures on the shared folder (pure)
@@ -438,12 +430,9 @@ class RoundSteps:
                 listed = last_numbers(view.names).get(self._island, 0)
                 self._unsure = self._last_number = max(settled, listed, self._last_number) + 1
             files, key = self._files, (self._island, self._unsure)
+            put, read = partial(files.put_contribution, *key, head, movement), files.read_head
             is_own = yield from create_once(
-                partial(files.put_contribution, *key, head, movement),
-                files.names,
-                contribution_name(*key),
-                partial(files.read_head, *key),
-                head,
+                put, files.names, contribution_name(*key), partial(read, *key), head
             )
             self._unsure = None
             if is_own:  # else another process of the same name has it

@@ -373,9 +373,7 @@ class StateServer:
                 self._close_offer(self._offer)
             if not self._aborted:
                 self._offer = offer
-                offer.clients |= {
-                    client: set() for step, client in self._early if step == offer.step
-                }
+                offer.clients |= {name: set() for step, name in self._early if step == offer.step}
                 self._changed.notify_all()
 
     def withdraw(self) -> None:
@@ -384,14 +382,15 @@ class StateServer:
             offer = self._offer
             while offer and offer.is_open and not self._aborted and (rest_s := offer.wait_s()):
                 self._changed.wait(rest_s)
-            if offer:
+            if offer and offer.is_open and not self._aborted:
                 missing = offer.num_clients - len(offer.clients)
-                if offer.is_open and not self._aborted and missing > 0:
+                if missing > 0:
                     text = "%d of %d that were to heal from us never came"
                     _log.warning(text, missing, offer.num_clients)
-                if offer.is_open and not self._aborted and any(offer.clients.values()):
+                if any(offer.clients.values()):
                     text = "a replica did not fetch our state within %.3g s"
                     _log.warning(text, offer.timeout_s)
+            if offer:
                 self._close_offer(offer)
             while self._num_reading:  # their connections are cut
                 self._changed.wait()
@@ -447,14 +446,13 @@ class StateServer:
         if not hmac.compare_digest(request.token.encode(), self._token.encode()):
             answer(CONFLICT, b"it is another process: the one that was asked has ended")
             return False
-        with self._changed:
-            if request.verb == "done":
+        if request.verb == "done":
+            with self._changed:
                 if self._offer and self._offer.step == request.step:
                     self._offer.clients.setdefault(request.client, set())
                 else:
                     self._early.add((request.step, request.client))
                 self._changed.notify_all()
-        if request.verb == "done":
             answer(OK, b"")
             return False
         found = self._find_offer(request, connection)
@@ -465,7 +463,9 @@ class StateServer:
             answer(OK, found.layout)
             return True
         if request.verb == "digests":
-            answer(OK, self._read_digests(found))
+            with self._reading(found):
+                digests = _layout.digest_tensors(found.raw)
+            answer(OK, json.dumps(digests).encode())
             return False
         send(connection, [answer_head(key, request.nonce, OK, request.num_body_bytes)])
         with self._reading(found):
@@ -499,10 +499,6 @@ class StateServer:
         offer = self._offer
         is_early = offer is None or (offer.num_clients == 0 and offer.step < step)
         return self._closed or not is_early
-
-    def _read_digests(self, offer: Offer) -> bytes:
-        with self._reading(offer):
-            return json.dumps(_layout.digest_tensors(offer.raw)).encode()
 
     def _send_block(self, to: socket.socket, offer: Offer, begin: int, end: int) -> bytes:
         """Send a block; return its checksum."""

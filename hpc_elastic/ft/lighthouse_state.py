@@ -1,17 +1,14 @@
 """State of a lighthouse: its decisions about the quorum, given what the replica groups send (pure).
 
-One lighthouse serves a run, within its leader, or stands alone. Its driver passes events in and
-sends the messages that are returned, in order. `quorum` has the rules of membership and healing;
-this module has the consequences of each message.
+Its driver passes events in and sends the messages that are returned, in order. `messages` has the
+theory, `quorum` the rules of membership and healing; here are the consequences of each message.
 
 Abort
 -----
-The quorum is *aborted*, and all its members are notified at once, when
-
-- a member is lost: its connection is gone, or its workers are dead or stopped;
-- a member reports it, or requests another quorum outside of a switch: its step failed, and the
-  others would wait for it in their collectives for ever;
-- a member known by number alone has not connected to a new lighthouse in time.
+The quorum is *aborted*, and all its members are notified at once, when a member is lost (its
+connection is gone, its workers are dead or stopped, or it has not connected to a new lighthouse in
+time), reports it, or requests another quorum outside of a switch: its step failed, and the others
+would wait for it in their collectives for ever.
 
 A member that is done (`Shutdown`) ends the quorum after its last step: others may still be
 receiving its last bytes, and complete that step; only what they have started after it is aborted.
@@ -19,10 +16,8 @@ They are notified again later, in case its node was lost before its connections 
 
 Switch
 ------
-A switch is started for newcomers that request while the quorum is active, for members under notice,
-and for a member that has caught up: the members agree on the quorum step at which all request the
-next quorum (`hpc_elastic.step_agreement`), so no step fails. Votes have a time-out, steps have
-none: they may take an hour, and a confirmed switch is valid until the quorum ends. Numbers of
+The members agree on its quorum step by `hpc_elastic.step_agreement`. Votes have a time-out, steps
+have none: they may take an hour, and a confirmed switch is valid until the quorum ends. Numbers of
 proposals rise over all switches and lighthouses. A member that is confirmed to leave gets its
 `LeaveGranted` at the switch step, once all have reached it, so that no collective is cut off.
 
@@ -174,9 +169,8 @@ class LighthouseState:
         if self._registry.started_at is None:
             self._registry.started_at = now
         sends = self._abort_if_missing(now)
-        active = self._quorum
-        if active.first_shutdown is not None:
-            replica, since = active.first_shutdown
+        if self._quorum.first_shutdown is not None:
+            replica, since = self._quorum.first_shutdown
             if now - since >= _LAST_BYTES_S:
                 sends += self._abort_quorum(f"{replica} is done")
         sends += [*self._complete_adoption(now), *self._expire_switch(now)]

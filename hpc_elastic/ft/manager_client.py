@@ -579,8 +579,7 @@ def find_server(
             f"{messages.LIGHTHOUSE_ENV}"
         )
         raise ConfigError("lighthouse_addr", lighthouse, remedy)
-    unique = str(uuid.uuid4())
-    name = f"{replica_id}:{unique}" if replica_id else unique
+    name = f"{replica_id}:{uuid.uuid4()}" if replica_id else str(uuid.uuid4())
     is_on_one_host = os.environ.get("LOCAL_WORLD_SIZE", "1") == str(place.world_size)
     address = None if is_on_one_host else own_address(place.store_addr)
     started = start_server_process(lighthouse, name, place.world_size, relay_address=address)

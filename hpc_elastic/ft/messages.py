@@ -3,10 +3,9 @@
 Theory of operation
 -------------------
 A *replica group* is the set of workers of one array task: one copy of the model. Each group has a
-*manager server* (`manager_server`) outside of its training processes: in the agent of a run, or in
-a small process of its own. It represents its workers at the *lighthouse* (`lighthouse_state`),
-which decides about the quorum (`quorum`). The lighthouse is part of a run's leader, or stands alone
-(`coordination.LighthouseServer`).
+*manager server* (`manager_server`) outside of its training processes. It represents its workers at
+the *lighthouse* (`lighthouse_state`), which decides about the quorum (`quorum`), and is part of a
+run's leader, or stands alone (`coordination.LighthouseServer`).
 
     worker  --Unix socket-->  manager server  --signed connection-->  lighthouse
 

@@ -28,7 +28,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -158,8 +158,8 @@ class NCCLGroup(LiveGroup):
         self.timeout_s = 0.0
         self._backend = backend
         self._pg = TorchProcessGroup(place.rank, place.world_size)  # type: ignore[call-arg]
-        self._pg._set_default_backend(TorchProcessGroup.BackendType.NCCL)
         nccl = TorchProcessGroup.BackendType.NCCL
+        self._pg._set_default_backend(nccl)
         self._pg._register_backend(torch.device("cuda"), nccl, backend)
 
     @property
@@ -188,10 +188,8 @@ class NCCLGroup(LiveGroup):
         aborting.start()
         aborting.join(_ABORT_S)
         if aborting.is_alive():
-            text = (
-                "%s: NCCL's abort has not ended in %g s; only the end of this process frees its GPU"
-            )
-            _log.critical(text, self.place, _ABORT_S)
+            text = "NCCL's abort has not ended in %g s; only the end of this process frees its GPU"
+            _log.critical(f"%s: {text}", self.place, _ABORT_S)
             os._exit(1)
 
 
@@ -254,8 +252,6 @@ class WorkWatchdog:
         return None
 
     def _remove_completed(self) -> None:
-        try:
+        with suppress(IndexError):  # none is left, or the other thread was faster
             while self._operations[0].work.is_completed():  # with an error, too
                 self._operations.popleft()
-        except IndexError:  # none is left, or the other thread was faster
-            pass

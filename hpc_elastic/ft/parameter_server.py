@@ -63,8 +63,7 @@ class ParameterServer(ABC):
             self._host, store_port, is_master=True, wait_for_workers=False
         )
         self._path = f"/new_session/{secrets.token_hex(16)}"
-        serve_session = self._serve_session
-        path = self._path
+        serve_session, path = self._serve_session, self._path
 
         class Handler(BaseHTTPRequestHandler):
             timeout = _ANSWER_S

@@ -39,7 +39,7 @@ from hpc_elastic.ft.messages import (
 from hpc_elastic.ft.quorum import ActiveQuorum
 from hpc_elastic.ft.state_check import Mismatch
 from hpc_elastic.rendezvous.term import Gate
-from hpc_elastic.step_agreement import AgreementState, Confirmation, Proposal
+from hpc_elastic.step_agreement import AgreementState
 from simulation.ft.cluster import Components
 
 
@@ -54,50 +54,54 @@ class StaysOpen(Gate):
 class WaitsForNoGroup(LighthouseState):
     """Forms a quorum of the replicas that have requested one, without waiting for others."""
 
-    def _on_request(self, replica: str, request: QuorumRequest, now: float) -> list[ReplicaMessage]:
-        sends = super()._on_request(replica, request, now)
+    def _on_request(self, replica: str, request: QuorumRequest, now: float) -> None:
+        super()._on_request(replica, request, now)
         standing = self._registry.quorum
         if not standing.is_active:
             standing.not_requesting.clear()
-        return sends
 
 
 class InformsNoGroup(LighthouseState):
     """Detects that a member is lost, and sends no abort."""
 
-    def _on_workers_lost(self, replica: str, lost: WorkersLost, now: float) -> list[ReplicaMessage]:
-        super()._on_workers_lost(replica, lost, now)
-        return []
+    def on_message(self, replica: str, message: Message, now: float) -> list[ReplicaMessage]:
+        sends = super().on_message(replica, message, now)
+        if isinstance(message, WorkersLost):
+            return [s for s in sends if not isinstance(s.message, QuorumAborted)]
+        return sends
 
 
 class IgnoresFailures(LighthouseState):
     """Does not abort a quorum when the step of a member fails."""
 
-    def _abort_quorum(self, reason: str, reporter: str = "") -> list[ReplicaMessage]:
-        sends = super()._abort_quorum(reason, reporter)
-        return [] if "step that failed" in reason else sends
+    def _abort_quorum(self, reason: str, reporter: str = "") -> None:
+        num_sent = len(self._outbox)
+        super()._abort_quorum(reason, reporter)
+        if "step that failed" in reason:
+            del self._outbox[num_sent:]
 
-    def _on_abort_report(self, replica: str, aborted: Any, now: float) -> list[ReplicaMessage]:
-        return []
+    def _on_abort_report(self, replica: str, aborted: QuorumAborted) -> None:
+        pass
 
 
 class ConfirmsTooEarly(LighthouseState):
     """Confirms a call as soon as one member has agreed to it."""
 
-    def _on_switch_vote(self, replica: str, vote: SwitchVote, now: float) -> list[ReplicaMessage]:
+    def _on_switch_vote(self, replica: str, vote: SwitchVote, now: float) -> None:
         if vote.ok and vote.number == self._switch.number and self._switch.step:
             self._switch.awaited.intersection_update({replica})
-        return super()._on_switch_vote(replica, vote, now)
+        super()._on_switch_vote(replica, vote, now)
 
 
 class GrantsLeaveAtOnce(LighthouseState):
     """Lets a member leave before the others have reached the call."""
 
-    def _on_request(self, replica: str, request: QuorumRequest, now: float) -> list[ReplicaMessage]:
+    def _on_request(self, replica: str, request: QuorumRequest, now: float) -> None:
         if replica in self._leavers and self._registry.is_member(replica):
             self._registry.drop_replica(replica)
-            return [ReplicaMessage(replica, LeaveGranted(request.number))]
-        return super()._on_request(replica, request, now)
+            self._send(replica, LeaveGranted(request.number))
+        else:
+            super()._on_request(replica, request, now)
 
 
 class ForgetsTheLast(LighthouseState):
@@ -106,38 +110,30 @@ class ForgetsTheLast(LighthouseState):
     def _is_state_unsaved(self, departing: list[str]) -> bool:
         return False
 
-    def _send_switch(
-        self, step: Proposal | Confirmation | None, now: float
-    ) -> list[ReplicaMessage]:
-        return [
-            replace(s, message=replace(s.message, last=False))
-            if isinstance(s.message, ConfirmSwitch)
-            else s
-            for s in super()._send_switch(step, now)
-        ]
+    def _send(self, replica: str, message: Message) -> None:
+        if isinstance(message, ConfirmSwitch):
+            message = replace(message, last=False)
+        super()._send(replica, message)
 
 
 class LetsTheLastGo(LighthouseState):
     """Lets a member leave that must save first."""
 
-    def _advance(self, now: float) -> list[ReplicaMessage]:
-        return [
-            replace(s, message=LeaveGranted(s.message.number))
-            if isinstance(s.message, CheckpointBeforeLeave)
-            else s
-            for s in super()._advance(now)
-        ]
+    def _send(self, replica: str, message: Message) -> None:
+        if isinstance(message, CheckpointBeforeLeave):
+            message = LeaveGranted(message.number)
+        super()._send(replica, message)
 
 
 class TakesBackAtOnce(LighthouseState):
     """Ignores, as a new keeper, that some members may have a confirmed call."""
 
-    def _on_status(self, replica: str, status: ReplicaStatus, now: float) -> list[ReplicaMessage]:
-        sends = super()._on_status(replica, status, now)
-        return [*sends, ReplicaMessage(replica, ProposeSwitch(status.quorum_id, 0, 0))]
+    def _on_status(self, replica: str, status: ReplicaStatus, now: float) -> None:
+        super()._on_status(replica, status, now)
+        self._send(replica, ProposeSwitch(status.quorum_id, 0, 0))
 
-    def _follow_request(self, now: float, confirmed_step: int = 0) -> list[ReplicaMessage]:
-        return self._abort_quorum("a member requests another, after a step that failed")
+    def _follow_request(self, now: float, confirmed_step: int = 0) -> None:
+        self._abort_quorum("a member requests another, after a step that failed")
 
 
 class GreetsNoGroup(LighthouseState):
@@ -150,11 +146,10 @@ class GreetsNoGroup(LighthouseState):
 class BlamesTheDead(LighthouseState):
     """Counts a dead leader as a member, although it had left before."""
 
-    def _adopt(self, status: ReplicaStatus, now: float) -> list[ReplicaMessage]:
-        sends = super()._adopt(status, now)
+    def _adopt(self, status: ReplicaStatus, now: float) -> None:
+        super()._adopt(status, now)
         if self._registry.lost:
             self._quorum.end_reason = "the leader is dead"
-        return sends
 
 
 def _any_token(
@@ -392,8 +387,9 @@ class AbortsForAMember(LighthouseState):
 
     def on_message(self, replica: str, message: Message, now: float) -> list[ReplicaMessage]:
         sends = super().on_message(replica, message, now)
-        is_asked = isinstance(message, SwitchRequest) and self._registry.is_member(replica)
-        return [*sends, *self._abort_quorum(f"{replica} has caught up")] if is_asked else sends
+        if isinstance(message, SwitchRequest) and self._registry.is_member(replica):
+            self._abort_quorum(f"{replica} has caught up")
+        return [*sends, *self._taken()]
 
 
 # ---- states with a flipped bit
@@ -420,14 +416,14 @@ def _blame_one(table: Sequence[Sequence[int]], paths: Sequence[str]) -> Mismatch
 class AdoptsAnything(LighthouseState):
     """Continues with an older quorum that another member reports."""
 
-    def _adopt(self, status: ReplicaStatus, now: float) -> list[ReplicaMessage]:
+    def _adopt(self, status: ReplicaStatus, now: float) -> None:
         standing = self._registry.quorum
         if status.quorum_id != standing.quorum_id != NO_QUORUM:
             adopted = ActiveQuorum.adopt(status.quorum_id, status.replica_world_size, now)
             self._registry.quorum = adopted
             self._switch.state = AgreementState.IDLE
-            return []
-        return super()._adopt(status, now)
+        else:
+            super()._adopt(status, now)
 
 
 class _AtItsOwnPace(quorum.ReplicaRegistry):

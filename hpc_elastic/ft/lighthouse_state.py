@@ -160,7 +160,7 @@ class LighthouseState:
             case _:
                 return []
         self._advance(now)
-        return self._taken()
+        return self._take_outbox()
 
     def on_disconnect(self, replica: str, reason: str, now: float) -> list[ReplicaMessage]:
         """Handle the loss of a group, also of one that is known to be dead and never connected."""
@@ -169,7 +169,7 @@ class LighthouseState:
         if was_member:
             self._abort_quorum(f"{replica}: {reason}")
         self._advance(now)
-        return self._taken()
+        return self._take_outbox()
 
     def on_tick(self, now: float) -> list[ReplicaMessage]:
         """Handle time-outs; to be called every 20 to 100 ms. Nothing else depends on it."""
@@ -184,12 +184,12 @@ class LighthouseState:
         self._expire_switch(now)
         self._advance(now)
         self._report_waiting(now)
-        return self._taken()
+        return self._take_outbox()
 
     def _send(self, replica: str, message: messages.Message) -> None:
         self._outbox.append(ReplicaMessage(replica, message))
 
-    def _taken(self) -> list[ReplicaMessage]:
+    def _take_outbox(self) -> list[ReplicaMessage]:
         sends, self._outbox = self._outbox, []
         return sends
 

@@ -389,7 +389,7 @@ class AbortsForAMember(LighthouseState):
         sends = super().on_message(replica, message, now)
         if isinstance(message, SwitchRequest) and self._registry.is_member(replica):
             self._abort_quorum(f"{replica} has caught up")
-        return [*sends, *self._taken()]
+        return [*sends, *self._take_outbox()]
 
 
 # ---- states with a flipped bit

@@ -28,8 +28,7 @@ _REMEDY = (
     "timedelta, and list, tuple, set and dict of them. Convert it, or give the object state_dict() "
     "and load_state_dict()"
 )
-_MAX_DEPTH = 100
-"""Python's readers and writers of JSON fail at some hundred levels of nesting."""
+_MAX_DEPTH = 100  # Python's readers and writers of JSON fail at some hundred levels of nesting
 _MAX_BITS = 2000
 """Longer numbers stand as hexadecimal digits: Python may refuse to convert more than 640 decimal
 ones (`sys.set_int_max_str_digits`)."""
@@ -44,8 +43,7 @@ _NAMESPACES: dict[str, Any] = {"namespace": Namespace, "simple": SimpleNamespace
 """What argparse has read, among the arguments of a function."""
 _SETS: dict[str, Any] = {"set": set, "frozenset": frozenset}
 
-Encoded = tuple[str, Any]
-"""A kind and JSON."""
+Encoded = tuple[str, Any]  # a kind and JSON
 LeafOf = Callable[[str, object], Encoded | None]
 """Returns the kind and JSON of the leaf at a path; None if the object is no leaf."""
 

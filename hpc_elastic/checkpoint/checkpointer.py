@@ -37,12 +37,7 @@ from hpc_elastic.checkpoint.restore import Restorer
 from hpc_elastic.checkpoint.save import Save, SaveContext
 from hpc_elastic.checkpoint.sharding import Planner
 from hpc_elastic.checkpoint.snapshot import Snapshots, is_out_of_memory
-from hpc_elastic.checkpoint.state import (
-    Flat,
-    capture_generators,
-    flatten,
-    require_complete,
-)
+from hpc_elastic.checkpoint.state import Flat, capture_generators, flatten, require_complete
 from hpc_elastic.checkpoint.store import Cleaner, Store, remember_directory
 from hpc_elastic.errors import (
     CheckpointError,
@@ -58,8 +53,7 @@ from hpc_elastic.worker.checkpoint_trigger import should_checkpoint
 
 _log = logging.getLogger(__name__)
 
-_NICENESS = 19
-"""Of the thread that writes: it gets what the training leaves of the cores."""
+_NICENESS = 19  # of the thread that writes: it gets what the training leaves of the cores
 _CLEANED_UP_IN_S = 1.0
 """A save that returns when it is committed waits so long for removals, which are sooner over."""
 _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
@@ -165,8 +159,7 @@ class Checkpointer:
         self._comparer.compare_structure(flat)
         self._mismatch: CheckpointMismatchError | None = None
         """What the last save was refused for; not raised yet."""
-        self._compares = False
-        """Whether the next save compares numbers even out of turn."""
+        self._compares = False  # whether the next save compares numbers even out of turn
         self._memory: MemoryStore | None = None
         if memory_tier is not None:
             self._memory = MemoryStore(memory_tier, store.directory, self._group, num_bytes)
@@ -178,8 +171,7 @@ class Checkpointer:
         self._save: Save | None = None
         self._has_no_memory = False
         """Whether there was no memory for a snapshot, which is logged once."""
-        self._is_remembered = False
-        """Whether the directory is recorded for the run."""
+        self._is_remembered = False  # whether the directory is recorded for the run
         self._numbers = _numbers.setdefault(store.directory, itertools.count())
         if self._options.boundary:
             optimizer_steps.watch()
@@ -194,8 +186,8 @@ class Checkpointer:
     def _find_directory(self, given: str | os.PathLike[str] | None) -> Path:
         """Return the directory of all ranks: that of rank 0 unless one is given (collective).
 
-        By default each process of torchrun has an output directory of Hydra's, which is named by
-        the second in which it has started.
+        Each process of torchrun has an output directory of Hydra's, named by the second of its
+        start.
         """
         mine = str(Path(given or default_checkpoints()).absolute())
         all_given = self._group.gather_json([mine, bool(given)])
@@ -371,10 +363,7 @@ class Checkpointer:
     # ---- one save -------------------------------------------------------------------------
 
     def _claim(self, store: Store) -> Owner:
-        """Find whose the directory is, and mark it if it has no owner (every rank; collective).
-
-        If it is another's, a Checkpointer whose saves are no boundaries of a run may still restore.
-        """
+        """Find whose the directory is, and mark it if it has no owner (every rank; collective)."""
         boundary, newest, at_once = self._options.boundary, -1, True
         owner, refusal = Owner(self._group.run, boundary=boundary), None
         if self._group.rank == 0:
@@ -395,8 +384,7 @@ class Checkpointer:
         newest, facts, is_inexact, at_once = self._group.broadcast_json(
             [newest, facts, is_inexact, at_once]
         )
-        self._newest = int(newest) if boundary else -1
-        """No save may have an earlier step."""
+        self._newest = int(newest) if boundary else -1  # no save may have an earlier step
         self._is_newest_own = self._newest <= _restored.get(store.directory, -1)
         """Whether this training has saved or restored it."""
         if facts:
@@ -410,8 +398,8 @@ class Checkpointer:
     def _require_newest(self, step: int) -> bool:
         """Return whether the step is the last one that was saved or restored, and not a later one.
 
-        What counts is the same on all ranks: what rank 0 has seen at the construction, what was
-        restored, and the calls of `save`.
+        What counts is the same on all ranks: what rank 0 has seen at the construction, and the
+        calls.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -479,10 +467,7 @@ class Checkpointer:
         return blocking
 
     def _hold_still(self, save: Save, *, blocking: bool) -> bool:
-        """Take a snapshot; return whether it is to be written at once, without memory for a copy.
-
-        If there is no memory for that either, the save has no snapshot, and an error.
-        """
+        """Take a snapshot; return whether it is written at once, as there is no room for a copy."""
         flat = flatten(self._state, self._options.per_rank)
         plan = self._planner.plan(flat.tensors, flat.first, flat.own)
         known, num_stepped = self._complete
@@ -558,9 +543,8 @@ class Checkpointer:
         for item in self._state.values():
             if isinstance(item, torch.optim.Optimizer) and not item.state:  # made in its first step
                 momentum = int(bool(item.defaults.get("momentum")))
-                parameters = [p for group in item.param_groups for p in group["params"]]
                 copies = 2 if "betas" in item.defaults else momentum
-                coming += copies * sum(p.nbytes for p in parameters)
+                coming += copies * sum(p.nbytes for p in optimizer_steps.parameters_of(item))
         return planned + (coming * planned // whole if whole else coming)
 
 

@@ -46,12 +46,9 @@ from hpc_elastic.checkpoint.sharding import Planner, dtype_name
 from hpc_elastic.checkpoint.state import Flat, Ref, decode
 from hpc_elastic.errors import CheckpointError, CheckpointMismatchError, InexactError
 
-_EVERY = 10
-"""Each save whose number is a multiple of this compares numbers."""
-_RUNS, _RUN = 5, 12
-"""Runs of elements in a sample, and elements of a run."""
-_SHIFT = 7919
-"""Elements by which runs are moved from one save to the next."""
+_EVERY = 10  # each save whose number is a multiple of this compares numbers
+_RUNS, _RUN = 5, 12  # runs of elements in a sample, and elements of a run
+_SHIFT = 7919  # elements by which runs are moved from one save to the next
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INEXACT = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types whose numbers can drift apart in replicas."""
@@ -59,24 +56,18 @@ _SAMPLE = struct.Struct("<Iff")
 """Of a tensor: a checksum of the sampled bytes, the sum of its numbers with alternating signs, and
 the sum of their absolute values; that is -1 where numbers that are only close are not equal."""
 _NO_SAMPLE = _SAMPLE.pack(0, 0.0, -1.0)
-_DIGITS = _SAMPLE.size * 4 // 3
-"""Of one sample in base64."""
+_DIGITS = _SAMPLE.size * 4 // 3  # of one sample in base64
 _DRIFT = {"bfloat16": 1e-2, "float16": 2e-3}
 _DRIFT_OF_OTHERS = 1e-3
 """Sums that differ by less, relatively, are those of replicas that have drifted apart. Numbers that
 were never the same differ by much more, and so do the moments of an optimizer."""
-_CHECKSUM = "checksum"
-"""Marks what stands for a value that is not sent whole."""
-_LISTED = 50
-"""Elements of a longer list are not named where ranks differ."""
-_VALUES_BYTES = 16 << 10
-"""Of a key: of larger ones only a checksum is compared."""
+_CHECKSUM = "checksum"  # marks what stands for a value that is not sent whole
+_LISTED = 50  # elements of a longer list are not named where ranks differ
+_VALUES_BYTES = 16 << 10  # of a key: of larger ones only a checksum is compared
 _MISSING = object()
-_SHOWN = 50
-"""Characters of a value in a message."""
+_SHOWN = 50  # characters of a value in a message
 
-Remark = Callable[[str, str], None]
-"""Gets what a harmless difference is about, and the message."""
+Remark = Callable[[str, str], None]  # gets what a harmless difference is about, and the message
 
 
 def merge(
@@ -89,10 +80,10 @@ def merge(
 ) -> Manifest:
     """Make one checkpoint of what all ranks wrote, in any order.
 
-    A box that two ranks wrote is taken from the lower rank. ``remark`` is called with a harmless
-    difference between the ranks. Raises CheckpointMismatchError if what is stored once is not the
-    same on all ranks, or the values name a tensor that no rank has stored; CheckpointError if a
-    rank's part is missing, or a tensor has a hole or an overlap.
+    ``remark`` is called with a harmless difference between the ranks. Raises
+    CheckpointMismatchError if what is stored once is not the same on all ranks, or the values name
+    a tensor that no rank has stored; CheckpointError if a part is missing, or a tensor has a hole
+    or an overlap.
     """
     by_rank = {part.rank: part for part in parts}
     if missing := sorted(set(range(world_size)) - set(by_rank)):
@@ -121,7 +112,7 @@ def merge(
 
 
 def _difference(key: str, parts: Sequence[RankPart]) -> str:
-    """Return the message about an object that has another state on some rank; empty if none."""
+    """Return the message about an object whose state differs between ranks; empty if none does."""
 
     def state(part: RankPart) -> tuple[Any, dict[str, str]]:
         value = part.rank_values.get("values", {}).get(key)
@@ -183,7 +174,6 @@ def _merge_tensors(
 
 
 def _require_stored(manifest: Manifest) -> None:
-    """Refuse a checkpoint whose values name a tensor that is not stored."""
     for rank, values in manifest.rank_values.items():
         trees = [tree for kind in forms.OWN_KINDS for tree in values.get(kind, {}).values()]
         if rank == 0:
@@ -273,10 +263,7 @@ def _has_drifted(a: tuple[float, float], b: tuple[float, float], drift: float) -
 
 
 def _value_difference(path: str, first: Any, other: Any, rank: int) -> str:
-    """Return a clause about the first difference between rank 0's and another rank's value.
-
-    Both are in JSON form (`tree_codec`), and differ.
-    """
+    """Return a clause about the first difference between two values in JSON form (`tree_codec`)."""
     if type(first) is type(other):
         if isinstance(first, dict) and first.get("!") == other.get("!") != _CHECKSUM:
             for key in first | other:
@@ -304,7 +291,6 @@ def _short_text(value: Any) -> str:
 
 
 def _other_tensors(key: str, ranks: Sequence[int], example: str = "") -> str:
-    """Return the message about ranks with other names, shapes or types than rank 0."""
     such = f", such as {example}" if example else ""
     return (
         f"{key}: rank {name_ranks(ranks)} and rank 0 have different tensors{such}, but it is "
@@ -325,7 +311,6 @@ def _first_difference(some: Sequence[str], others: Sequence[str]) -> str:
 
 
 def _key_of(name: str) -> str:
-    """Return the key of the state that a tensor belongs to."""
     return name.partition("/")[0].replace("~1", "/").replace("~0", "~")
 
 
@@ -346,10 +331,7 @@ class Comparer:
         self._lines: tuple[str, ...] = ()
 
     def compare_structure(self, flat: Flat) -> None:
-        """Compare keys, and names, shapes and types of tensors (every rank; collective).
-
-        Raises ConfigError, on every rank, if they differ.
-        """
+        """Compare keys, and names, shapes and types of tensors, or ConfigError (collective)."""
         group = self._group
         both = sorted(flat.values), _listing(flat, self._planner.holders)
         rows = group.gather([_checksum(lines) >> 1 for lines in both])
@@ -368,8 +350,7 @@ class Comparer:
     def describe(self, flat: Flat, number: int, *, compare: bool) -> Described | None:
         """Return what this rank has, after `Planner.plan`; None if it is the only rank.
 
-        ``number`` is the save's, the same on every rank. ``compare``: also numbers whose turn it is
-        not.
+        ``compare``: also numbers whose turn it is not.
         """
         if self._group.world_size == 1:
             return None
@@ -403,7 +384,6 @@ def _checksum(lines: Sequence[str]) -> int:
 
 
 def _listing(flat: Flat, holders: Mapping[str, int]) -> list[str]:
-    """Return name, type and shape of each tensor that is stored once, in order."""
     tensors = [(name, flat.tensors[name]) for name in sorted(holders)]
     return [
         f"{name} {dtype_name(tensor.dtype)}[{','.join(map(str, tensor.shape))}]"

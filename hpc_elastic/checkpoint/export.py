@@ -32,20 +32,13 @@ def export(manifest: Manifest, folder: Path, output: Path, key: str | None = Non
     """Write whole tensors, and the values beside them, to one file; return the number of tensors.
 
     A key whose tensors each rank has for itself (`CheckpointOptions.per_rank`) is a dict of all
-    ranks. Of other objects that may differ between ranks, it is rank 0's state.
+    ranks. Of other objects that may differ between ranks, it is rank 0's state. What torch.load
+    with weights_only=True refuses is converted: NumPy's arrays become tensors, its numbers Python's
+    (others, such as dates, strings), and sets become lists. ``key`` is one key of the state; None:
+    a dict of all.
 
-    What torch.load with weights_only=True refuses is converted: NumPy's arrays become tensors, its
-    numbers Python's (others, such as dates, strings), and sets become lists.
-
-    Args:
-        manifest: Of the checkpoint.
-        folder: Where its files are; they have been verified.
-        output: The file; it is replaced in one step.
-        key: One key of the state, such as ``model``; None for a dict of all of them.
-
-    Raises:
-        ConfigError: the state has no such key, or the output cannot be written.
-        CheckpointError: the checkpoint is damaged, or the file system was full.
+    Raises ConfigError if the state has no such key, or the output cannot be written;
+    CheckpointError if the checkpoint is damaged, or the file system was full.
     """
     if key is not None and key not in manifest.values:
         known = ", ".join(manifest.values)

@@ -31,11 +31,9 @@ import xxhash
 from hpc_elastic.errors import CheckpointCorruptError
 from hpc_elastic.shared_files import LATEST_TIME
 
-VERSION = 1
-"""Of the format; a reader refuses later ones."""
+VERSION = 1  # of the format; a reader refuses later ones
 MANIFEST = "manifest.json"
-MANIFEST_BYTES = 256 << 20
-"""Largest manifest that is read: one of millions of boxes."""
+MANIFEST_BYTES = 256 << 20  # largest manifest that is read: one of millions of boxes
 
 OWN_KINDS = ("positions", "values", "per_rank")
 """Of the values that each rank has for itself, those that belong to a key of the state."""
@@ -50,8 +48,7 @@ class Chunk:
     offsets: tuple[int, ...]
     """Where it begins in the whole tensor, in elements; as many as the tensor has dimensions."""
     sizes: tuple[int, ...]
-    file: str
-    """Name of the safetensors file, in the checkpoint's folder."""
+    file: str  # name of the safetensors file, in the checkpoint's folder
     name: str
     """The stored tensor's name in that file. Its bytes are the box in row-major order, little
     endian, in the type that the entry names, whatever type the file's header gives: a type that
@@ -62,8 +59,7 @@ class Chunk:
 class TensorEntry:
     """A tensor of the state."""
 
-    shape: tuple[int, ...]
-    """Of the whole tensor, over all ranks."""
+    shape: tuple[int, ...]  # of the whole tensor, over all ranks
     dtype: str
     """As torch prints it, without ``torch.``, such as ``bfloat16``."""
     chunks: tuple[Chunk, ...]
@@ -102,8 +98,7 @@ class RankPart:
 
     rank: int
     files: tuple[FileEntry, ...]
-    tensors: Mapping[str, TensorEntry]
-    """By name; only this rank's chunks."""
+    tensors: Mapping[str, TensorEntry]  # by name; only this rank's chunks
     values: Mapping[str, Any]
     """By key of the state: everything that is no tensor, and where the tensors stand in it
     (`tree_codec`)."""
@@ -143,13 +138,10 @@ class Manifest:
     version: int
     step: int
     world_size: int
-    created: float
-    """Unix seconds."""
+    created: float  # Unix seconds
     files: tuple[FileEntry, ...]
-    tensors: Mapping[str, TensorEntry]
-    """By name; those that each rank has for itself by `own_name`."""
-    values: Mapping[str, Any]
-    """Rank 0's; see `RankPart.values`."""
+    tensors: Mapping[str, TensorEntry]  # by name; those that each rank has for itself by `own_name`
+    values: Mapping[str, Any]  # rank 0's; see `RankPart.values`
     rank_values: Mapping[int, Mapping[str, Any]]
     run: str = ""
     """The run that wrote it; empty if unknown, as in those of hpc_elastic 0.2.0 (`owner`)."""
@@ -160,12 +152,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Read ``manifest.json``.
-
-        Raises CheckpointCorruptError if the text is no undamaged manifest, or one of a later
-        version; or if a tensor has a hole, an overlap, an unknown type, or more bytes than its
-        files.
-        """
+        """Read ``manifest.json``; raise CheckpointCorruptError if it describes no checkpoint."""
         body = unseal(text)
         with _reading("manifest"):
             if _of(int, body["version"]) > VERSION:
@@ -213,11 +200,7 @@ class Manifest:
         return replace(self, tensors=tensors)
 
     def pieces(self) -> dict[str, dict[str, int]]:
-        """Return the bytes of each stored box, by its file and by its name in that.
-
-        Raises CheckpointCorruptError if two boxes are stored in one place, or a tensor has a type
-        of unknown size.
-        """
+        """Return the bytes of each stored box, by its file and its name there."""
         found: dict[str, dict[str, int]] = {file.name: {} for file in self.files}
         for fqn, entry in self.tensors.items():
             item_bytes = bytes_of_type(entry.dtype)
@@ -232,9 +215,9 @@ class Manifest:
 
 
 def own_name(name: str, rank: int) -> str:
-    """Return the name of a tensor that each rank has for itself, as a checkpoint has it.
+    """Return the stored name of a tensor that each rank has for itself: ``data~rank1/buffer``.
 
-    ``data/buffer`` of rank 1 is ``data~rank1/buffer``: no key of a state is written like that.
+    No key of a state is written like that.
     """
     key, slash, rest = name.partition("/")
     return f"{key}~rank{rank}{slash}{rest}"
@@ -291,8 +274,7 @@ def coverage_problem(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | Non
 
 
 _TYPE = re.compile(r"(?:b?float|int|uint|complex|qu?int|bits)(\d+)\w*")
-_LARGEST = 1 << 63
-"""No size and no number of bytes is as large."""
+_LARGEST = 1 << 63  # no size and no number of bytes is as large
 _MOST_DIMENSIONS = 64
 
 
@@ -355,7 +337,6 @@ def _canonical(content: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Raise a CheckpointCorruptError in the place of what a wrong form raises."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:

@@ -90,9 +90,8 @@ class MemoryStore:
     """The saves of one directory in the memory of all nodes, as one worker sees them."""
 
     def __init__(self, tier: MemoryTier, directory: Path, group: RankGroup, num_bytes: int) -> None:
-        """Meet the other ranks (every rank; collective).
+        """Meet the other ranks, with the same tier (every rank; collective).
 
-        A save of this rank will probably take ``num_bytes``. The tier is the same on every rank.
         Raises ConfigError if the memory folder cannot be used, CheckpointError if another rank's
         cannot.
         """
@@ -149,8 +148,7 @@ class MemoryStore:
     def store(self, step: int, write: Callable[[Path], RankPart]) -> None:
         """Store this rank's part of a save here and with the neighbour (in any thread).
 
-        A copy that fails is only logged. After an OSError, as without room, nothing is left of the
-        part.
+        A copy that fails is only logged. After an OSError nothing is left of the part.
         """
         if not self.active:
             return
@@ -192,8 +190,8 @@ class MemoryStore:
     def gather(self, step: int, needed: Needed) -> tuple[Path, Manifest] | None:
         """Bring one of `steps` together, the same on every rank (every rank; collective).
 
-        ``needed`` returns which files of the checkpoint this rank will read: they are in the
-        returned folder, and verified. None, on every rank, if that cannot be; the reason is logged.
+        What this rank needs is in the returned folder, and verified. None, on every rank, if that
+        cannot be; the reason is logged.
         """
         save = self._saves[step]
         manifest = _Gathering(self._group, self._nodes, self._memory, save).run(needed)
@@ -212,8 +210,7 @@ class MemoryStore:
 class NodeDirectory:
     """Which ranks are on one node, the same on every rank."""
 
-    of_rank: tuple[int, ...]
-    """Number of each rank's node."""
+    of_rank: tuple[int, ...]  # number of each rank's node
 
     @classmethod
     def of(cls, names: Sequence[str]) -> NodeDirectory:

@@ -58,8 +58,7 @@ _PART = re.compile(r"part-(\d+)\.json")
 _OWNER = "owner"
 _SHARD = re.compile(r"shard-\d+[A-Za-z0-9_.-]*")
 
-_COPY_TIMEOUT_S = 30.0
-"""Silence of this long ends a connection."""
+_COPY_TIMEOUT_S = 30.0  # silence of this long ends a connection
 COPY_CONTEXT = "checkpoint copies"
 _COPY_BLOCK_BYTES = 4 << 20
 
@@ -77,8 +76,7 @@ class MemorySave:
 class NodeMemory:
     """The saves in one node's memory."""
 
-    folder: Path
-    """On a memory file system; all workers of the node have the same."""
+    folder: Path  # on a memory file system; all workers of the node have the same
 
     @classmethod
     def of(cls, base: Path, number: int, directory: Path) -> NodeMemory:
@@ -184,8 +182,7 @@ def base_folder(wanted: Path | None = None) -> Path:
     another place, which only this user may write.
 
     Anybody may make a folder in ``/dev/shm``: one that is there already must be a folder, no link,
-    and its owner, this user, must be the only one who may enter it. Raises ConfigError if it is not
-    so, or cannot be made.
+    and its owner, this user, must be the only one who may enter it; else ConfigError.
     """
     control_folder = os.environ.get(shared_page.DIRECTORY_VARIABLE)
     if wanted is not None:
@@ -228,8 +225,6 @@ class AgentFolder:
 
     Folders of agents that were killed are removed first. An agent holds a lock on a file in its
     folder: it ends with the process, however that ends, and in other containers, too.
-
-    The parent is ``/dev/shm`` by default, or the folder for temporary files if there is none.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -247,11 +242,10 @@ class AgentFolder:
         self._owner.close()
 
     def restore(self) -> None:
-        """Make the folder again if its files were removed.
+        """Make the folder again if its files were removed, or OSError.
 
         systemd-logind does that when a user's last session on a node ends (RemoveIPC), within a
-        job, too. The copies of checkpoints are lost; those that neighbours keep are not. Raises
-        OSError if it cannot be made, or somebody else has made it.
+        job, too. The copies of checkpoints are lost; those that neighbours keep are not.
         """
         if os.fstat(self._owner.fileno()).st_nlink:
             return
@@ -327,8 +321,7 @@ def _left_in_cgroup() -> Iterator[int]:
 def push(address: tuple[str, int], key: bytes, save: MemorySave, folder: Path, rank: int) -> None:
     """Copy a rank's files of a save to a worker on another node, at the address of its `Receiver`.
 
-    Raises OSError if there is no connection, it broke, or the other side does not know the key;
-    CheckpointError, with the reason, if the other side refused.
+    Raises OSError without a connection, CheckpointError if the other side refused.
     """
     text = read_text(folder / f"part-{rank}.json", MANIFEST_BYTES)
     with contextlib.closing(
@@ -348,10 +341,6 @@ class Receiver:
     """Takes the copies that other workers push, in threads of its own."""
 
     def __init__(self, memory: NodeMemory, key: bytes, addresses: Iterable[str]) -> None:
-        """Begin to listen on the first of these numeric addresses that is this machine's.
-
-        Raises OSError if none is.
-        """
         self._memory = memory
         self._server = SocketServer(
             addresses, key, COPY_CONTEXT, self._serve, name="checkpoint-copy"

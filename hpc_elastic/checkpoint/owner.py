@@ -48,8 +48,7 @@ from hpc_elastic.shared_files import (
 from hpc_elastic.worker import process_group
 
 MARK = "owner.json"
-NO_RUN = "no run"
-"""The id of all scripts that no run started."""
+NO_RUN = "no run"  # the id of all scripts that no run started
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,6 @@ class Owner:
         return False
 
     def __str__(self) -> str:
-        """Return it as a message names it."""
         name = f"the run {self.run} ({self.path})" if self.in_run else "a script outside of a run"
         what = "" if self.boundary else ", whose saves there are not where it goes on (boundary)"
         keys = f", with the state {', '.join(self.keys)}" if self.keys else ""
@@ -122,9 +120,8 @@ def judge(
 ) -> OwnerVerdict:
     """Decide whether an owner may save to a directory (pure).
 
-    ``take_over`` is the id of the owner that is to be replaced. ``is_empty``: nothing is lost with
-    the mark's owner, which is over, without a checkpoint; where there is no mark: there is no
-    checkpoint.
+    ``take_over`` is the id of the owner that is to be replaced. ``is_empty``: no checkpoint is
+    lost, and the mark's owner, if any, is over.
     """
     if mark is None:
         return OwnerVerdict(marks=mine.in_run and (mine.boundary or is_empty))
@@ -164,11 +161,7 @@ def claim(directory: Path, mine: Owner, take_over: str | None, *, has_steps: boo
 
 
 def require(directory: Path, mine: Owner) -> None:
-    """Return if a directory is still an owner's, right before a commit; mark it if it has no mark.
-
-    Raises CheckpointError if it is another's, ConfigError if the mark is damaged, and OSError if it
-    cannot be read or written.
-    """
+    """Find a directory still an owner's before a commit, or CheckpointError; mark it if need be."""
     while (mark := read(directory)) is None:
         write(directory, mine, replaces=False)
     is_mine = mark.run == mine.run or not (mine.in_run or mark.restarts)
@@ -192,7 +185,7 @@ def read(directory: Path) -> Owner | None:
 
 @functools.lru_cache(maxsize=8)
 def _parse(text: str, path: Path) -> Owner:
-    """Return the mark that a file holds; the same file is read at each commit."""
+    """Parse a mark once: the same file is read at each commit."""
     mark: Owner = restored(Owner, parse_json(text, path))
     return mark
 
@@ -234,10 +227,7 @@ class RankGroup:
 
     @classmethod
     def current(cls) -> RankGroup:
-        """Return this process's group: the default process group, or itself alone.
-
-        Raises CheckpointError if there are several ranks, and torch.distributed is not initialised.
-        """
+        """Return this process's group: the default process group, or itself alone."""
         size = process_group.size()
         if size is None and (num_workers := int(os.environ.get("WORLD_SIZE", "1"))) != 1:
             raise CheckpointError(

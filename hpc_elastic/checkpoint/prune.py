@@ -51,8 +51,8 @@ class Retention:
     ) -> list[int]:
         """Return which of all steps to remove, oldest first (pure).
 
-        ``committed`` was written just now, and so is good. It stays in any case. ``damaged`` did
-        not verify: they do not count among the last, and go once there is a newer good one.
+        ``committed`` was written just now, and stays. ``damaged`` ones do not count among the last,
+        and go once there is a newer good one.
         """
         good = sorted(set(steps) - set(damaged) | {committed})
         kept = {committed, *good[-self.keep_last :]}
@@ -74,10 +74,8 @@ class Cleaning:
     """What is to go from one directory of checkpoints."""
 
     directory: Path
-    kept: list[int]
-    """The good steps that stay, newest first."""
-    damaged: Mapping[int, str]
-    """What is wrong with those that were read and are not good, by step."""
+    kept: list[int]  # the good steps that stay, newest first
+    damaged: Mapping[int, str]  # what is wrong with those that were read and are not good, by step
     going: list[RemovableFolder]
     """What goes: old checkpoints first, then leftovers of aborted saves."""
 
@@ -85,16 +83,10 @@ class Cleaning:
 def plan_cleaning(
     directory: Path, *, keep_last: int, run_id: str, last_index: int | None
 ) -> Cleaning:
-    """Return what may go; nothing is changed.
+    """Return what may go, or CheckpointError; nothing is changed.
 
-    Args:
-        directory: Of the checkpoints.
-        keep_last: This many of the newest good ones stay; 0: none.
-        run_id: The run that has saved there.
-        last_index: Index of the run's last log entry; None if no task of the run may be there.
-
-    Raises:
-        CheckpointError: the directory cannot be read.
+    ``keep_last``: this many of the newest good ones stay; 0: none. ``last_index`` is that of the
+    last log entry of the run that has saved there; None if no task of the run may be there.
     """
     store = Store(directory)
     kept: list[int] = []
@@ -128,9 +120,9 @@ def steps_to_clean(steps: Iterable[int], kept: list[int], keep_last: int) -> lis
 
 
 def list_leftovers(names: Iterable[str], run_id: str, last_index: int | None) -> list[str]:
-    """Return the folders that a run's saves have left which will never be committed (pure).
+    """Return the folders of a run's saves that will never be committed (pure); see `plan_cleaning`.
 
-    See `plan_cleaning`. What others have left is known by its age alone.
+    What others have left is known by its age alone.
     """
     run = owner.tag(run_id)
 

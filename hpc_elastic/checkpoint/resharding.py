@@ -42,11 +42,10 @@ from hpc_elastic.checkpoint.shard_file import ShardFile
 from hpc_elastic.checkpoint.sharding import dtype_name, dtype_of, local
 from hpc_elastic.checkpoint.store import read_manifest
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
+from hpc_elastic.worker import optimizer_steps
 
-BLOCK_BYTES = 16 << 20
-"""Large pieces are read in blocks of this size, several at a time."""
-_GAP_BYTES = 1 << 20
-"""What no tensor gets is read in blocks of this size."""
+BLOCK_BYTES = 16 << 20  # large pieces are read in blocks of this size, several at a time
+_GAP_BYTES = 1 << 20  # what no tensor gets is read in blocks of this size
 _MOST_THREADS = 4
 
 
@@ -59,9 +58,8 @@ def read(
     """Fill tensors, by the manifest's names, from a checkpoint, in place (no communication).
 
     They may be DTensors of any mesh. ``verified`` are files to read whole, and to compare with
-    their checksums on the way. Raises CheckpointError if a tensor is not in the checkpoint, or has
-    another shape or type there; CheckpointCorruptError, with tensors filled in part or with what is
-    damaged, if a file is not as the manifest describes.
+    their checksums on the way. Raises CheckpointError if a tensor does not fit;
+    CheckpointCorruptError, with tensors filled in part or with what is damaged, if a file does not.
     """
     reader = ManifestReader(manifest, folder, verified)
     planner, plan = _plan(reader, manifest, into)
@@ -83,12 +81,11 @@ def targets(
     like: Mapping[str, torch.Tensor],
     own: Container[str] = (),
 ) -> dict[str, torch.Tensor]:
-    """Return a tensor to fill for each name that is wanted.
+    """Return a tensor to fill for each name that is wanted, or CheckpointError.
 
     ``present`` ones are used. ``like`` has the parameter that a new tensor belongs to: one of the
     parameter's shape gets its device, and its shards if it is a DTensor; others are made on the
     CPU. ``own`` are the names of tensors that this rank has for itself: of a DTensor, its part.
-    Raises CheckpointError if a tensor is not in the checkpoint.
     """
     found = {}
     for fqn in wanted:
@@ -106,9 +103,7 @@ def like_parameters(
 ) -> dict[str, torch.Tensor]:
     """Return the parameter that each tensor of a saved optimizer state belongs to.
 
-    torch numbers the parameters over all groups, in their order. Only the keys of the saved state
-    matter; the names of its tensors begin with a prefix such as ``optimizer``. Raises
-    CheckpointError if it had other groups, or another number of parameters in one.
+    Only the keys of the state matter; the names of its tensors begin with the prefix.
     """
     parameters = parameters_of(optimizer, saved, prefix)
     return {
@@ -125,8 +120,8 @@ def parameters_of(
 ) -> dict[Any, torch.Tensor]:
     """Return the parameters of an optimizer by their keys in its saved state.
 
-    None of them if the state dict is not of torch's form: such an optimizer loads it itself. Raises
-    CheckpointError as `like_parameters`.
+    torch numbers them over all groups, in their order. There are none if the state dict is not of
+    torch's form: such an optimizer loads it itself. Other groups raise CheckpointError.
     """
     groups = saved.get("param_groups")
     if not isinstance(groups, list) or not isinstance(saved.get("state"), dict):
@@ -139,21 +134,13 @@ def parameters_of(
             f"{prefix}: the saved optimizer has {then} parameters in its groups, the present one "
             f"{now}: make it for the same parameters in the same groups"
         )
-    return {
-        number: parameter
-        for group, mine in zip(groups, optimizer.param_groups, strict=True)
-        for number, parameter in zip(group["params"], mine["params"], strict=True)
-    }
+    keys = (number for group in groups for number in group["params"])
+    return dict(zip(keys, optimizer_steps.parameters_of(optimizer), strict=True))
 
 
 def _paths(state: Any) -> Iterator[str]:
-    """Yield the path of each leaf in the state of a parameter."""
-    below: Iterable[tuple[Any, Any]] = ()
-    if isinstance(state, dict):
-        below = state.items()
-    elif isinstance(state, list | tuple):
-        below = enumerate(state)
-    for key, value in below:
+    below: Iterable[tuple[Any, Any]] = enumerate(state) if isinstance(state, list | tuple) else ()
+    for key, value in state.items() if isinstance(state, dict) else below:
         name = tree_codec.escape(key)
         if isinstance(value, dict | list | tuple):
             yield from (f"{name}/{rest}" for rest in _paths(value))
@@ -275,11 +262,8 @@ class ManifestReader(StorageReader):
 class Rows:
     """The bytes of a stored box that hold a part of it: rows of the same length, end to end.
 
-    Attributes:
-        dim: The dimension that the rows are counted along: the part is one element long along
-            those before it.
-        offset: Of the first row in the box, in bytes.
-        exact: Whether the rows hold nothing but the part.
+    They are counted along ``dim``: the part is one element long along those before it. ``offset``
+    is that of the first row in the box, in bytes; ``exact``: they hold nothing but the part.
     """
 
     dim: int
@@ -312,15 +296,12 @@ class _Piece:
     file: ShardFile
     offset: int
     rows: Rows
-    inner: tuple[int, ...]
-    """Sizes of a stored row."""
-    starts: tuple[int, ...]
-    """Where in a row the wanted part begins."""
+    inner: tuple[int, ...]  # sizes of a stored row
+    starts: tuple[int, ...]  # where in a row the wanted part begins
     target: torch.Tensor
     dtype: torch.dtype
 
     def blocks(self) -> Iterable[_Piece]:
-        """Cut it into pieces that can be read at the same time."""
         at_once = max(1, BLOCK_BYTES // self.rows.num_bytes)
         for first in range(0, self.rows.count, at_once):
             target = self.target[first : first + at_once]
@@ -335,10 +316,8 @@ class _Piece:
             data = _bytes_of(target)
             self.file.read_into(data, self.offset)
             return data
-        count = target.shape[0]
-        on_gpu = target.device.type == "cuda"
-        size = (count, *self.inner)
-        scratch = torch.empty(size, dtype=self.dtype, pin_memory=on_gpu, device="cpu")
+        pinned, size = target.device.type == "cuda", (target.shape[0], *self.inner)
+        scratch = torch.empty(size, dtype=self.dtype, pin_memory=pinned, device="cpu")
         data = _bytes_of(scratch)
         self.file.read_into(data, self.offset)
         for dim, start in enumerate(self.starts, start=1):
@@ -376,7 +355,6 @@ class _Checksum:
             self._end = offset + len(data)
 
     def compare(self) -> None:
-        """Read the rest; CheckpointCorruptError if the file is not the one that was written."""
         self._read_until(self._entry.num_bytes)
         if f"xxh3_64:{self._sum.hexdigest()}" != self._entry.checksum:
             raise CheckpointCorruptError(

@@ -39,10 +39,8 @@ from hpc_elastic.worker import reporting
 _log = logging.getLogger(__name__)
 
 _NONE, _OVER = -1, -2
-_LOOK_AGAIN_S = (0.0, 0.2, 1.0)
-"""Pauses before a rank believes that it cannot see what rank 0 sees."""
-_NUM_ATTEMPTS = 5
-"""Attempts in a row to read checkpoints that the other run removes meanwhile."""
+_LOOK_AGAIN_S = (0.0, 0.2, 1.0)  # pauses before a rank believes that it cannot see what rank 0 sees
+_NUM_ATTEMPTS = 5  # attempts in a row to read checkpoints that the other run removes meanwhile
 
 
 def follow_checkpoints(
@@ -121,7 +119,6 @@ def _stores(run: RunDir) -> list[Store]:
 def _restore_newest(
     run: RunDir, group: RankGroup, state: Mapping[str, Any], newest: int
 ) -> int | None:
-    """Restore the newest checkpoint of the directory that rank 0 has found."""
     store, stored = None, set(state)
     for pause_s in _LOOK_AGAIN_S:
         time.sleep(pause_s)
@@ -146,11 +143,9 @@ class Restorer:
 
     store: Store
     group: RankGroup
-    damaged: set[int]
-    """Gets the steps that do not verify."""
+    damaged: set[int]  # gets the steps that do not verify
     tier: MemoryStore | None = None
-    accept_inexact: Container[str] = ()
-    """See `RankStates`."""
+    accept_inexact: Container[str] = ()  # see `RankStates`
     overwritten: set[str] = field(default_factory=set)
     """Has the present tensors with numbers of a checkpoint that is not restored."""
 
@@ -227,7 +222,6 @@ class Restorer:
         """Return a checkpoint that all ranks find whole, and what they verify as they read it.
 
         Each rank has a share of the files, the ones that it reads under the same world size.
-        ``at_once``: compare their checksums now.
         """
         folder = self.store.stored(step)
         with self._vote(folder):
@@ -249,10 +243,7 @@ class Restorer:
 
     @contextlib.contextmanager
     def _vote(self, folder: Path) -> Iterator[None]:
-        """Let all ranks go on, or none (collective).
-
-        Raises CheckpointCorruptError if a rank finds the checkpoint damaged, else what failed.
-        """
+        """Let all ranks go on, or none: CheckpointCorruptError where it is damaged (collective)."""
         failed, is_damaged = None, False
         try:
             yield

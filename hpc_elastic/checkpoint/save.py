@@ -45,17 +45,13 @@ from hpc_elastic.errors import CheckpointError, CheckpointMismatchError
 from hpc_elastic.run import fencing
 from hpc_elastic.shared_files import is_there, make_folder, names_in, parse_json, read_text
 
-EXIT_TIMEOUT_S = 30.0
-"""How long the other ranks are waited for at the end of a program."""
+EXIT_TIMEOUT_S = 30.0  # how long the other ranks are waited for at the end of a program
 
 _log = logging.getLogger(__name__)
 
-_ALMOST_ALL = 0.9
-"""The share of a save from which on it is finished, whatever comes."""
-_LOOK_S = (0.002, 0.25)
-"""Seconds between two looks at the directory, at first and at most."""
-_LOOKS_TO_BE_SURE = 4
-"""A listing may miss a folder that is renamed meanwhile."""
+_ALMOST_ALL = 0.9  # the share of a save from which on it is finished, whatever comes
+_LOOK_S = (0.002, 0.25)  # seconds between two looks at the directory, at first and at most
+_LOOKS_TO_BE_SURE = 4  # a listing may miss a folder that is renamed meanwhile
 
 
 class AbandonedSaveError(CheckpointError):
@@ -70,13 +66,11 @@ class SaveContext:
     group: RankGroup
     owner: Owner
     rule: Retention
-    timeout_s: float
-    """How long one rank waits for another."""
+    timeout_s: float  # how long one rank waits for another
     cleaner: Cleaner
     damaged: set[int] = field(default_factory=set)
     """Steps that did not verify when the state was restored."""
-    memory: MemoryStore | None = None
-    """The nodes' memory; None without a memory tier."""
+    memory: MemoryStore | None = None  # the nodes' memory; None without a memory tier
     remarks: set[str] = field(default_factory=set)
     """What harmless differences between the ranks were about that were logged already."""
 
@@ -127,10 +121,7 @@ class Save:
         return None if isinstance(self.error, AbandonedSaveError) else self.error
 
     def abort_if_unfinished(self) -> None:
-        """Give up for an urgent save, unless almost all is written.
-
-        The urgent one is written faster, for it shares the cores as the training does.
-        """
+        """Give up for an urgent save, which is written faster, unless almost all is written."""
         snapshot = self.snapshot
         if snapshot and self._num_written < _ALMOST_ALL * snapshot.layout.num_bytes:
             self._aborted.set()
@@ -160,10 +151,7 @@ class Save:
         self.mark_failed(why)
 
     def finish(self) -> None:
-        """Begin to remove what is not kept any more, and release those that wait.
-
-        An urgent save leaves the removal to the next one.
-        """
+        """Release those that wait; removals are left to the next save if this one is urgent."""
         context = self.context
         if context.group.rank == 0 and self.to_store and not self.urgent:
             context.cleaner.start_removal(self._retire if self.is_stored else lambda: None)
@@ -189,7 +177,6 @@ class Save:
             _log.warning("step %d is not in memory: %s", self.step, e)
 
     def _write_to_store(self, snapshot: HostSnapshot) -> None:
-        """Write this rank's part, and wait for the commit."""
         context = self.context
         is_first = context.group.rank == 0
         try:
@@ -294,10 +281,9 @@ class Save:
         )
 
     def _retire(self) -> None:
-        """Set the checkpoints aside that are not kept any more."""
-        store, context = self.context.store, self.context
-        rule, damaged = context.rule, context.damaged
-        for step in rule.removable(store.steps(), committed=self.step, damaged=damaged):
+        context, store = self.context, self.context.store
+        steps = store.steps()
+        for step in context.rule.removable(steps, committed=self.step, damaged=context.damaged):
             _log.debug("removing the checkpoint of step %d", step)
             with contextlib.suppress(OSError):
                 store.set_aside(store.folder(step))
@@ -305,8 +291,8 @@ class Save:
     def _staged_names(self) -> set[str]:
         """Return the names in the staging folder; none if it is not there.
 
-        A client of NFS goes on to list a folder that rank 0 has renamed, unless its parent is
-        listed first (`shared_files`).
+        A client of NFS goes on to list a folder that was renamed, unless its parent is listed
+        first.
         """
         return {".", *names_in(self.folder)} if is_there(self.folder) else set()
 

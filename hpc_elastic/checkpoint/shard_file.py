@@ -51,16 +51,11 @@ from hpc_elastic.checkpoint.manifest import (
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
 from hpc_elastic.shared_files import open_file, owner_writes, parse_json, read_text
 
-BLOCK_BYTES = 16 << 20
-"""Written at once."""
-PAGE_BYTES = 4096
-"""No device asks for more."""
-_SMALL_BYTES = 1 << 20
-"""Smaller pieces of memory are gathered before they are written."""
-_MAX_HEADER_BYTES = 100 << 20
-"""As in the safetensors library."""
-_MOST_AT_ONCE = 1 << 30
-"""Linux reads a little less than 2 GiB in one call."""
+BLOCK_BYTES = 16 << 20  # written at once
+PAGE_BYTES = 4096  # no device asks for more
+_SMALL_BYTES = 1 << 20  # smaller pieces of memory are gathered before they are written
+_MAX_HEADER_BYTES = 100 << 20  # as in the safetensors library
+_MOST_AT_ONCE = 1 << 30  # Linux reads a little less than 2 GiB in one call
 
 
 _NAMES = {
@@ -101,8 +96,8 @@ class ShardPiece:
     def stored_name(self) -> str:
         """Its name in its file: its tensor's, and its place if it is not all of it.
 
-        No two pieces have the same. A whole tensor whose own name looks like that of a piece, or is
-        the one that the format keeps for itself, gets an empty place.
+        No two pieces have the same: a whole tensor that is named like a piece, or like the format's
+        own entry, gets an empty place.
         """
         if self.sizes != self.shape:
             return f"{self.fqn}[{','.join(map(str, self.offsets))}]"
@@ -154,8 +149,7 @@ class HostSnapshot:
     values: Mapping[str, Any]
     rank_values: Mapping[str, Any] = field(default_factory=dict)
     described: Described | None = None
-    keep: object = None
-    """Owns the memory of the data."""
+    keep: object = None  # owns the memory of the data
 
     def bytes_of(self, index: int) -> memoryview:
         """Return the bytes of a piece of the layout."""
@@ -173,13 +167,12 @@ def write_part(
     on_block: Callable[[int], None] = lambda _: None,
     replaced: Path | None = None,
 ) -> RankPart:
-    """Write ``shard-<rank>.safetensors`` and, once it is complete, ``part-<rank>.json``.
+    """Write ``shard-<rank>.safetensors`` and, once that is complete, ``part-<rank>.json``.
 
-    The folder has no such files yet. ``sync``: both are to survive a loss of power. ``on_block`` is
-    called with the bytes of each block that was written and, in another thread, with 0 after each
-    that was added up; what it raises ends the writing. ``replaced`` is the folder of the checkpoint
-    that this one may replace: if this rank's shard there has the same content, it gets a second
-    name here. Raises OSError if the folder cannot be written, or is full.
+    ``sync``: both are to survive a loss of power. ``on_block`` is called with the bytes of each
+    block that was written and, in another thread, with 0 after each that was added up; what it
+    raises ends the writing. ``replaced`` is the folder of the checkpoint that this one may replace:
+    if this rank's shard there has the same content, it gets a second name here.
     """
     path = folder / f"shard-{rank}.safetensors"
     part_name = f"part-{rank}.json"
@@ -234,7 +227,6 @@ def _write_shard(
 
 
 def _entry_of(path: Path, snapshot: HostSnapshot, on_block: Callable[[int], None]) -> FileEntry:
-    """Return the checksum and the size that a shard has once it is written."""
     checksum, num_bytes = xxhash.xxh3_64(), 0
     for block in _blocks_of(snapshot):
         checksum.update(block)

@@ -20,9 +20,9 @@ decision:
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
@@ -31,11 +31,7 @@ from torch.distributed.tensor import DTensor
 from hpc_elastic.checkpoint.shard_file import ShardLayout, ShardPiece
 from hpc_elastic.errors import CheckpointError
 
-SPREAD_FROM_BYTES = 64 * 1024
-"""Smaller tensors are written whole by one rank."""
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes in the whole tensor, in elements."""
+SPREAD_FROM_BYTES = 64 * 1024  # smaller tensors are written whole by one rank
 
 
 def view(piece: ShardPiece, tensor: torch.Tensor) -> torch.Tensor:
@@ -61,10 +57,7 @@ class Planner:
     def __init__(
         self, rank: int, world_size: int, replicated: Literal["spread", "first"] = "spread"
     ) -> None:
-        """Prepare for one rank.
-
-        Ranks with the same data share the writing (``spread``), or the first of them writes all.
-        """
+        """Ranks with the same data share the writing (``spread``), or the ``first`` writes all."""
         self._rank = rank
         self._world = tuple(range(world_size))
         self._replicated = replicated
@@ -81,23 +74,13 @@ class Planner:
         """Return what this rank writes (every rank, at each save; cheap for a known structure).
 
         ``first`` are the names of tensors that the first rank writes, whatever their size; ``own``
-        those that each rank has for itself, and writes as they are in memory. All others have the
-        same names on every rank (`equality` compares them). Raises
-        CheckpointError, with the name, the reason and the remedy, if a tensor cannot be stored.
+        those that each rank has for itself. What cannot be stored raises CheckpointError.
         """
-        structure = (
-            frozenset(first),
-            frozenset(own),
-            tuple(
-                (
-                    fqn,
-                    t.shape,
-                    t.dtype,
-                    (t.device_mesh, t.placements) if isinstance(t, DTensor) else (),
-                )
-                for fqn, t in tensors.items()
-            ),
+        of_tensors = (
+            (fqn, t.shape, t.dtype, isinstance(t, DTensor) and (t.device_mesh, t.placements))
+            for fqn, t in tensors.items()
         )
+        structure = frozenset(first), frozenset(own), tuple(of_tensors)
         if structure == self._structure:
             return self._plan
         pieces: list[ShardPiece] = []
@@ -138,8 +121,7 @@ def share_rows(
     """Cut tensors that lie end to end into equal shares (pure).
 
     Each item is the rows and the bytes of a tensor, both at least 1. Returns the first row of each
-    tensor in the share, and the one after its last; equal where the share has none of it. Over all
-    shares every row occurs exactly once.
+    tensor in the share, and the one after its last. Over all shares every row occurs exactly once.
     """
     total = sum(num_bytes for _, num_bytes in items)
     cuts = (total * index // num_shares, total * (index + 1) // num_shares)
@@ -160,15 +142,81 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
-def box_of(fqn: str, tensor: torch.Tensor) -> Box | None:
-    """Return which box of a tensor this rank holds; None if it is not in the tensor's mesh.
+def dtype_of(name: str) -> torch.dtype:
+    """Return torch's type of that name; raise CheckpointError if this torch has none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"this torch has no tensors of type {name!r}: use a later version")
+    return dtype
 
-    Raises CheckpointError if the shards are partial sums, or are no boxes.
-    """
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a type as checkpoints have it, such as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+class _Held(NamedTuple):
+    """The box of a tensor that this rank holds, and all ranks that hold the same."""
+
+    whole: ShardPiece
+    holders: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return self.whole.sizes[self._dim] if self.whole.sizes else 1
+
+    @property
+    def _dim(self) -> int:
+        """The dimension along which the box is cut: the first that has anything to cut."""
+        return next((dim for dim, size in enumerate(self.whole.sizes) if size > 1), 0)
+
+    def rows(self, begin: int, end: int) -> ShardPiece:
+        whole, dim = self.whole, self._dim
+        offsets, sizes, start = map(list, (whole.offsets, whole.sizes, whole.start))
+        if sizes:
+            start[dim] = begin
+            offsets[dim] += begin
+            sizes[dim] = end - begin
+        return replace(whole, offsets=tuple(offsets), sizes=tuple(sizes), start=tuple(start))
+
+
+def _held(fqn: str, tensor: torch.Tensor, world: tuple[int, ...]) -> _Held | None:
+    """Return which box of a tensor this rank holds; None if it has nothing of it."""
+    problem = None
+    if type(tensor).__name__ == "ShardedTensor":
+        problem = "is a ShardedTensor: use fully_shard (FSDP2), whose shards are DTensors"
+    elif tensor.layout is not torch.strided:
+        problem = "is sparse: save it dense"
+    elif tensor.is_quantized:
+        problem = "is quantized: save its int_repr() and scales"
+    elif tensor.is_meta:
+        problem = "is on the meta device, so it has no values yet: materialize it"
+    elif tensor.is_nested:
+        problem = "is nested: save its values() and offsets()"
+    if problem is not None:
+        raise CheckpointError(f"{fqn} {problem}")
+    shape = tuple(tensor.shape)
+    whole = ShardPiece(
+        fqn, shape, dtype_name(tensor.dtype), (0,) * len(shape), shape, (0,) * len(shape)
+    )
     if not isinstance(tensor, DTensor):
-        return (0,) * tensor.dim(), tuple(tensor.shape)
-    if tensor.device_mesh.get_coordinate() is None:
+        return _Held(whole, world)
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if coordinate is None:
         return None
+    ranks = mesh.mesh
+    offsets, sizes = _box_of(fqn, tensor)
+    if 0 not in shape:
+        if 0 in sizes:
+            return None  # an uneven shard
+        at = zip(tensor.placements, coordinate, strict=True)
+        ranks = ranks[tuple(slice(None) if p.is_replicate() else i for p, i in at)]
+        whole = replace(whole, offsets=offsets, sizes=sizes)
+    return _Held(whole, tuple(sorted(ranks.flatten().tolist())))
+
+
+def _box_of(fqn: str, tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return offsets and sizes of this rank's part; refuse partial sums, and what is no box."""
     if any(p.is_partial() for p in tensor.placements):
         raise CheckpointError(
             f"{fqn} is a DTensor of partial sums {tensor.placements}: redistribute it to Shard or "
@@ -185,80 +233,6 @@ def box_of(fqn: str, tensor: torch.Tensor) -> Box | None:
             "the sharded dimension a multiple of the number of shards"
         )
     return tuple(chunk.offsets), sizes
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return torch's type of that name; raise CheckpointError if this torch has none."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"this torch has no tensors of type {name!r}: use a later version")
-    return dtype
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a type as checkpoints have it, such as ``bfloat16``."""
-    return str(dtype).removeprefix("torch.")
-
-
-@dataclass(frozen=True)
-class _Held:
-    """The box of a tensor that this rank holds, and all ranks that hold the same."""
-
-    whole: ShardPiece
-    holders: tuple[int, ...]
-
-    @property
-    def _dim(self) -> int:
-        """The dimension along which the box is cut: the first that has anything to cut."""
-        return next((dim for dim, size in enumerate(self.whole.sizes) if size > 1), 0)
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows that the box can be cut into."""
-        return self.whole.sizes[self._dim] if self.whole.sizes else 1
-
-    def rows(self, begin: int, end: int) -> ShardPiece:
-        """Return the rows from ``begin`` to before ``end``."""
-        whole, dim = self.whole, self._dim
-        offsets, sizes, start = map(list, (whole.offsets, whole.sizes, whole.start))
-        if sizes:
-            start[dim] = begin
-            offsets[dim] += begin
-            sizes[dim] = end - begin
-        return replace(whole, offsets=tuple(offsets), sizes=tuple(sizes), start=tuple(start))
-
-
-def _held(fqn: str, tensor: torch.Tensor, world: tuple[int, ...]) -> _Held | None:
-    problem = None
-    if type(tensor).__name__ == "ShardedTensor":
-        problem = "is a ShardedTensor: use fully_shard (FSDP2), whose shards are DTensors"
-    elif tensor.layout is not torch.strided:
-        problem = "is sparse: save it dense"
-    elif tensor.is_quantized:
-        problem = "is quantized: save its int_repr() and scales"
-    elif tensor.is_meta:
-        problem = "is on the meta device, so it has no values yet: materialize it"
-    elif tensor.is_nested:
-        problem = "is nested: save its values() and offsets()"
-    if problem is not None:
-        raise CheckpointError(f"{fqn} {problem}")
-    box = box_of(fqn, tensor)
-    if box is None:
-        return None
-    holders = world
-    if isinstance(tensor, DTensor):
-        mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-        assert coordinate is not None
-        if 0 in tensor.shape:
-            box, ranks = ((0,) * tensor.dim(), tuple(tensor.shape)), mesh.mesh
-        elif 0 in box[1]:
-            return None  # an uneven shard: this rank has nothing
-        else:
-            at = zip(tensor.placements, coordinate, strict=True)
-            ranks = mesh.mesh[tuple(slice(None) if p.is_replicate() else i for p, i in at)]
-        holders = tuple(sorted(ranks.flatten().tolist()))
-    shape, start = tuple(tensor.shape), (0,) * tensor.dim()
-    return _Held(ShardPiece(fqn, shape, dtype_name(tensor.dtype), *box, start), holders)
 
 
 def _are_boxes(tensor: DTensor) -> bool:

@@ -33,19 +33,14 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._map: mmap.mmap | None = None
-        self._num_touched = self.num_pinned = 0
-        """Bytes from the beginning of the buffer."""
-        self._gpu: torch.device | None = None
-        """None too if the system pins no more."""
+        self._num_touched = self.num_pinned = 0  # bytes from the beginning of the buffer
+        self._gpu: torch.device | None = None  # None too if the system pins no more
         self._lock, self._is_wanted = threading.Lock(), False
         self._warm_up: threading.Thread | None = None
         self._views: tuple[ShardLayout, list[torch.Tensor]] | None = None
 
     def warm_up(self, flat: Flat, num_bytes: int) -> None:
-        """Begin to make the buffer in the background; it ends early if the program does.
-
-        A snapshot will probably take ``num_bytes``; the state has whether memory is to be pinned.
-        """
+        """Begin to make the buffer in the background; it ends early if the program does."""
         try:
             with self._lock:
                 self._reserve(flat, num_bytes)
@@ -61,10 +56,9 @@ class Snapshots:
             self._warm_up.join()
 
     def copy(self, flat: Flat, layout: ShardLayout) -> HostSnapshot:
-        """Copy what is planned; when it returns, the state may change.
+        """Copy what is planned; when it returns, the state may change. Valid until the next call.
 
-        The snapshot is valid until the next call. Raises what `is_out_of_memory` detects if there
-        is no memory for the buffer.
+        Raises what `is_out_of_memory` detects if there is no memory for the buffer.
         """
         self._is_wanted = True
         with self._lock:

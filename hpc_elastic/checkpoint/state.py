@@ -44,7 +44,7 @@ import struct
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -65,17 +65,15 @@ from hpc_elastic.worker import optimizer_steps, process_group
 _log = logging.getLogger(__name__)
 
 
-Kind = Literal["tensor", "parameter", "array"]
+Kind = Literal["tensor", "parameter", "array"]  # of torch, of a module, of NumPy
 
 
 @dataclass(frozen=True)
 class Ref:
-    """The place of a tensor in a tree of values."""
+    """The place of a tensor in a tree of values, by its name in the checkpoint."""
 
     fqn: str
-    """Name of the tensor in the checkpoint."""
     kind: Kind = "tensor"
-    """A torch tensor, a parameter, or a NumPy array."""
 
 
 def decode(value: Any) -> Any:
@@ -102,12 +100,10 @@ class Flat:
     """By name; they share their memory with the state."""
     first: set[str] = field(default_factory=set)
     """Names of what modules have besides parameters: it counts as rank 0 has it."""
-    own: set[str] = field(default_factory=set)
-    """Names of the tensors that each rank has for itself."""
+    own: set[str] = field(default_factory=set)  # names of the tensors that each rank has for itself
     rank_values: dict[str, Any] = field(default_factory=lambda: {kind: {} for kind in OWN_KINDS})
     """What each rank has for itself, as `RankPart.rank_values`."""
-    once: set[str] = field(default_factory=set)
-    """Keys whose values count as rank 0 has them."""
+    once: set[str] = field(default_factory=set)  # keys whose values count as rank 0 has them
     leaves: dict[Ref, object] = field(default_factory=dict)
     """The tensors and arrays themselves, where filling `tensors` fills them."""
 
@@ -170,11 +166,7 @@ def _is_position(item: object) -> bool:
 
 
 def flatten(state: Mapping[str, object], per_rank: Container[str] = ()) -> Flat:
-    """Take a state apart; nothing is copied but the values.
-
-    ``per_rank`` are the keys that the user names so. Raises ConfigError, with the path, if an
-    object is none of what a state may hold, or has in it what cannot be stored.
-    """
+    """Take a state apart, or ConfigError with the path; nothing is copied but the values."""
     flat = Flat()
     for key, item in state.items():
         names = _add(flat, key, item)
@@ -198,18 +190,14 @@ def flatten(state: Mapping[str, object], per_rank: Container[str] = ()) -> Flat:
 class Filling:
     """What is to be filled from a checkpoint, and with what."""
 
-    items: dict[str, Any]
-    """The objects, by key."""
-    trees: dict[str, Any]
-    """What was saved of them, with a `Ref` for each tensor."""
-    present: Flat
-    """What they are now."""
+    items: dict[str, Any]  # the objects, by key
+    trees: dict[str, Any]  # what was saved of them, with a `Ref` for each tensor
+    present: Flat  # what they are now
     tensors: dict[str, torch.Tensor]
     """To be filled: present ones, or new ones for a fresh optimizer."""
     into: dict[str, torch.Tensor]
     """The same, as they are read: of a tensor that this rank has for itself, what is in memory."""
-    manifest: Manifest
-    """Of the checkpoint, as this rank has it."""
+    manifest: Manifest  # of the checkpoint, as this rank has it
     spare: dict[str, torch.Tensor] = field(default_factory=dict)
     """What is read of a tensor that is one with another now."""
 
@@ -224,9 +212,10 @@ class Filling:
         missing = sorted(set(state) - set(manifest.values))
         unknown = sorted(set(manifest.values) - set(state))
         if missing or unknown:
+            both = ("the state", missing), ("the checkpoint", unknown)
             only = [
                 f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'} only in {where}"
-                for where, keys in (("the state", missing), ("the checkpoint", unknown))
+                for where, keys in both
                 if keys
             ]
             message = f"checkpoint of step {manifest.step}: {'; '.join(only)}"
@@ -390,14 +379,11 @@ def _require_known_shards(
 def _require_no_flat_parameters(path: str, item: object) -> None:
     """Refuse FSDP1, whose flat parameters are one rank's without being named so."""
     found = False
-    if isinstance(item, torch.nn.Module):
-        fsdp = sys.modules.get("torch.distributed.fsdp")
-        found = fsdp is not None and any(
-            isinstance(module, fsdp.FullyShardedDataParallel) for module in item.modules()
-        )
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(item, torch.nn.Module):
+        found = any(isinstance(each, fsdp.FullyShardedDataParallel) for each in item.modules())
     elif isinstance(item, torch.optim.Optimizer):
-        parameters = (p for group in item.param_groups for p in group["params"])
-        found = any(getattr(p, _FLATTENED, False) for p in parameters)
+        found = any(getattr(p, _FLATTENED, False) for p in optimizer_steps.parameters_of(item))
     if found:
         raise InexactError(
             f"state: {path}",
@@ -415,10 +401,7 @@ def _is_stateful(item: object) -> bool:
     return hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
 
 
-# ---- Names without wrappers
-
-_COMPILED = "_orig_mod"
-"""Name of the module that torch.compile has wrapped, in its wrapper."""
+_COMPILED = "_orig_mod"  # name of the module that torch.compile has wrapped, in its wrapper
 _CHECKPOINTED = "_checkpoint_wrapped_module."
 """Part of the names of modules and buffers, not of states, where activations are checkpointed."""
 _WRAPPED = {"module", _COMPILED}
@@ -516,10 +499,9 @@ def _fill(key: str, item: Any, tree: Any) -> None:
 
 
 def _replace(present: Any, saved: Any, seen: set[int]) -> Any:
-    """Fill a dict, list or set with what was saved, in place at every depth.
+    """Fill a dict, list or set with what was saved, in place; return it, or what was saved.
 
-    Returns the present object if it can be filled, else the saved one. ``seen`` is what was filled
-    already: a list that stands in two places is filled for the first.
+    ``seen`` is what was filled already: a list in two places is filled for the first.
     """
     kind = type(saved)
     if type(present) is not kind or id(present) in seen:
@@ -553,30 +535,24 @@ def _undo_casts(optimizer: torch.optim.Optimizer, tree: Mapping[str, Any]) -> No
     eight bits become float32, and moments of float32 beside a bfloat16 parameter lose digits.
     """
 
+    def moved_to(device: torch.device, leaf: Any) -> Any:
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+
     def types_of(value: Any) -> list[Any]:
         return [getattr(leaf, "dtype", None) for leaf in tree_codec.leaves(value)]
 
     for number, parameter in resharding.parameters_of(optimizer, tree).items():
-        loaded = optimizer.state.get(parameter)
-        saved = tree["state"].get(number)
+        loaded, saved = optimizer.state.get(parameter), tree["state"].get(number)
+        moved = functools.partial(moved_to, parameter.device)
         if not isinstance(loaded, dict) or not isinstance(saved, dict):
             continue
         for key in saved.keys() & loaded.keys():
             if key != "step" and types_of(saved[key]) != types_of(loaded[key]):
-                loaded[key] = tree_codec.map_values(
-                    saved[key], functools.partial(_moved, parameter.device)
-                )
-
-
-def _moved(device: torch.device, leaf: Any) -> Any:
-    return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+                loaded[key] = tree_codec.map_values(saved[key], moved)
 
 
 def require_complete(state: Mapping[str, object], tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse, by ConfigError, a state, with its tensors, that lacks what this process trains.
-
-    That is a model, an optimizer or a schedule which no object of the state can hold.
-    """
+    """Refuse a state, with its tensors, that cannot hold a model or the like that is trained."""
     stepped = optimizer_steps.stepped_optimizers()
     if not stepped or not all(_is_known(item) for item in state.values()):
         return
@@ -584,47 +560,45 @@ def require_complete(state: Mapping[str, object], tensors: Iterable[torch.Tensor
     saved = {id(p) for module in modules for p in module.parameters()}
     memory = {_memory_of(tensor) for tensor in tensors}
     kept = [item for item in state.values() if isinstance(item, torch.optim.Optimizer)]
-    in_kept = {id(p) for item in kept for p in _parameters(item)}
+    in_kept = {id(p) for item in kept for p in optimizer_steps.parameters_of(item)}
+    has_schedule = any(isinstance(item, LRScheduler) for item in state.values())
     for optimizer in stepped:
-        name = type(optimizer).__name__
-        mine = list(_parameters(optimizer))
+        name, remedy = type(optimizer).__name__, None
+        mine = list(optimizer_steps.parameters_of(optimizer))
         found = [id(p) in saved or _memory_of(p) in memory for p in mine]
-        if optimizer in kept and not any(found) and not modules:
-            remedy = f"it has no module, whose parameters {name} trains: put the model into it"
-            raise InexactError("state", sorted(state), remedy)
-        if any(found) and not all(found):
-            shapes = [list(p.shape) for p, yes in zip(mine, found, strict=True) if not yes]
-            remedy = (
-                f"{name} trains parameters of the shapes {shapes[:4]} too, which are in no module "
-                "of it: put all modules into it that are trained"
-            )
-            raise InexactError("state", sorted(state), remedy)
         is_kept = not in_kept.isdisjoint(map(id, mine)) or not memory.isdisjoint(
             _memory_of(value)
             for value in tree_codec.leaves(list(optimizer.state.values()))
             if isinstance(value, torch.Tensor)
         )
-        if any(found) and not is_kept and any(optimizer.state.values()):
+        if optimizer in kept and not any(found) and not modules:
+            remedy = f"it has no module, whose parameters {name} trains: put the model into it"
+        elif any(found) and not all(found):
+            shapes = [list(p.shape) for p, yes in zip(mine, found, strict=True) if not yes]
+            remedy = (
+                f"{name} trains parameters of the shapes {shapes[:4]} too, which are in no module "
+                "of it: put all modules into it that are trained"
+            )
+        elif any(found) and not is_kept and any(optimizer.state.values()):
             remedy = (
                 f"it lacks the {name} that trains its model: put that into it, or its moments are "
                 "lost at each restart"
             )
-            raise InexactError("state", sorted(state), remedy)
-        if any(found) and not any(isinstance(item, LRScheduler) for item in state.values()):
-            _require_no_schedule(state, optimizer)
-
-
-def _require_no_schedule(state: Mapping[str, object], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse, by ConfigError, a state without the schedule that an optimizer has."""
-    if not any("initial_lr" in group for group in optimizer.param_groups):
-        return  # as a schedule has set it, or a checkpoint from when there was one
-    for schedule in optimizer_steps.live_objects(LRScheduler):
-        if getattr(schedule, "optimizer", None) is optimizer:
+        elif any(found) and not has_schedule and (schedule := _schedule_of(optimizer)):
             remedy = (
-                f"it lacks the {type(schedule).__name__} that sets the learning rate of "
-                f"{type(optimizer).__name__}: put that into it, or it begins anew at each restart"
+                f"it lacks the {schedule} that sets the learning rate of {name}: put that into it, "
+                "or it begins anew at each restart"
             )
+        if remedy is not None:
             raise InexactError("state", sorted(state), remedy)
+
+
+def _schedule_of(optimizer: torch.optim.Optimizer) -> str | None:
+    if not any("initial_lr" in group for group in optimizer.param_groups):
+        return None  # as a schedule has set it, or a checkpoint from when there was one
+    schedules = optimizer_steps.live_objects(LRScheduler)
+    found = (each for each in schedules if getattr(each, "optimizer", None) is optimizer)
+    return next((type(schedule).__name__ for schedule in found), None)
 
 
 def _is_known(item: object) -> bool:
@@ -637,10 +611,6 @@ def _is_known(item: object) -> bool:
     return isinstance(item, kinds) or type(item).__module__.startswith("hpc_elastic.data.")
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
-
-
 def _memory_of(tensor: torch.Tensor) -> Any:
     """Return what two tensors have in common if, and only if, they share their memory."""
     return local(tensor).untyped_storage().data_ptr() or id(tensor)
@@ -650,8 +620,7 @@ def capture_generators() -> dict[str, Any]:
     """Return the states as JSON.
 
     NumPy's is its global generator's, if NumPy has been imported; the GPUs', all that this process
-    can see, its own first, if CUDA is in use. Generators that the user made are for the script to
-    save.
+    can see, its own first, if CUDA is in use.
     """
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {

@@ -47,10 +47,8 @@ from hpc_elastic.shared_files import (
 )
 
 _COMMIT_ATTEMPTS = 3
-LEFTOVER_AGE_S = 3600.0
-"""A staging folder of a group that may still run is removed after this long."""
-_GETS_ON_S = 5.0
-"""A program's end waits no longer for removals if none ends in this time."""
+LEFTOVER_AGE_S = 3600.0  # a staging folder of a group that may still run is removed after this long
+_GETS_ON_S = 5.0  # a program's end waits no longer for removals if none ends in this time
 
 _log = logging.getLogger(__name__)
 
@@ -64,8 +62,7 @@ TRASH = ".trash-"
 class Store:
     """A directory of checkpoints."""
 
-    directory: Path
-    """On a file system that all ranks share."""
+    directory: Path  # on a file system that all ranks share
 
     def steps(self) -> list[int]:
         """Return the committed steps, newest first; none if there is no such directory."""
@@ -77,7 +74,7 @@ class Store:
         return self.directory / f"step-{step:08d}"
 
     def stored(self, step: int) -> Path:
-        """Return the folder in which a committed step is, as long as no save goes on: `folder`.
+        """Return the folder of a committed step, as long as no save goes on.
 
         A save that was killed while it replaced the checkpoint has left that under a second name.
         """
@@ -106,18 +103,14 @@ class Store:
     def commit(
         self, staging: Path, manifest: Manifest, mine: owner.Owner, *, replaces: bool = False
     ) -> bool:
-        """Make a complete staging folder the checkpoint of its step (rank 0).
+        """Make a complete staging folder the checkpoint of its step (rank 0); return whether it is.
 
-        Where there is one of that step already:
+        Of that step, a damaged checkpoint is moved out of the way. With ``replaces``, one of
+        another content is replaced, and there is no moment without one of the two. Another good one
+        stays: two groups of a run may have written the same step, and the first wins.
 
-        - A damaged one is moved out of the way.
-        - With ``replaces``, one of another content is replaced. There is no moment without one of
-          the two.
-        - Another good one stays. Two groups of a run may have written the same step; the first
-          wins. Where another run has written it, this save has failed.
-
-        Returns whether this one became the checkpoint. Raises CheckpointFencedError if the group is
-        over, CheckpointError if the directory, or this step in it, is another run's.
+        Raises CheckpointFencedError if the group is over, CheckpointError if the directory, or this
+        step in it, is another run's.
         """
         sync_to_disk(staging)
         target, second = self.folder(manifest.step), self._second_name(manifest.step)
@@ -148,7 +141,7 @@ class Store:
             problems, wrote = [str(e)], ""
         else:
             if replaces:
-                if _content(there) == _content(manifest):
+                if replace(there, created=manifest.created, run=manifest.run) == manifest:
                     return False
                 _log.debug("%s is replaced: the state has changed since", target)
                 self.set_aside(second)
@@ -179,11 +172,7 @@ class Store:
         shutil.rmtree(self.set_aside(folder), ignore_errors=True)
 
     def empty_trash(self) -> Iterator[None]:
-        """Delete what was set aside, one file at each turn.
-
-        A file that a dead node holds open takes minutes (`Cleaner`), and so does then every look
-        into its folder.
-        """
+        """Delete what was set aside, one file at each turn; each may take minutes (`Cleaner`)."""
         for folder in (self.directory / name for name in names_in(self.directory)):
             if folder.name.startswith(TRASH) and not folder.is_symlink():  # no save makes one
                 for name in names_in(folder):
@@ -193,10 +182,7 @@ class Store:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def sweep(self, token: str, number: int) -> None:
-        """Set aside what dead groups and earlier saves have left (rank 0, before a save).
-
-        Another rank may be at a later save than ``number`` already.
-        """
+        """Set aside what dead groups and earlier saves than ``number`` have left (rank 0)."""
         names = names_in(self.directory)
         for name in names:
             committed, staged = _STEP.fullmatch(name), STAGING.fullmatch(name)
@@ -224,8 +210,8 @@ class Store:
 class Cleaner:
     """Removes in a daemon thread, one thing after another: no save waits for it.
 
-    A server of NFS 4 holds a removal up for minutes where it has to recall a delegation of the file
-    from a node that is dead.
+    A server of NFS 4 holds a removal up for minutes, and each look into its folder, where it has to
+    recall a delegation of the file from a node that is dead.
     """
 
     def __init__(self, store: Store) -> None:
@@ -299,18 +285,8 @@ def is_fenced(token: str, run: str | None, newest: int | None) -> bool | None:
     return None if theirs != run or index is None or newest is None else index < newest
 
 
-def _content(manifest: Manifest) -> str:
-    """Return what two checkpoints of one state have in common."""
-    return replace(manifest, created=0.0, run="").to_json()
-
-
 def read_manifest(folder: Path) -> Manifest:
-    """Return what a checkpoint holds.
-
-    Raises:
-        CheckpointNotFoundError: there is no such folder.
-        CheckpointCorruptError: its manifest is missing, or damaged, or another step's.
-    """
+    """Return what a checkpoint holds; CheckpointNotFoundError or CheckpointCorruptError."""
     if not folder.is_dir():
         raise CheckpointNotFoundError(f"there is no checkpoint {folder}")
     try:
@@ -338,7 +314,7 @@ def problems_of(
     *,
     contents: bool = True,
 ) -> list[str]:
-    """Return what is wrong with files of a checkpoint, a line each; None stands for all files.
+    """Return what is wrong with files of a checkpoint, by default all of them, a line each.
 
     Their sizes, the places of the tensors' boxes and, with ``contents``, all bytes are checked.
     """
@@ -388,8 +364,8 @@ def file_problem(folder: Path, entry: FileEntry, *, contents: bool = True) -> st
 def remember_directory(directory: Path) -> None:
     """Write down that this worker's run saves to a directory (rank 0; outside of a run: nothing).
 
-    A script chooses the directory of its Checkpointer. Where that is not ``<run>/checkpoints``,
-    ``<run>/saves_to/<hash of the path>`` has its absolute path in one line.
+    Where that is not ``<run>/checkpoints``, ``<run>/saves_to/<hash of the path>`` has its absolute
+    path in one line.
     """
     entry = fencing.own_entry()
     if entry is None:
@@ -402,11 +378,7 @@ def remember_directory(directory: Path) -> None:
 
 
 def directories_of(run: RunDir) -> list[Path]:
-    """Return the directories that hold checkpoints of a run: the customary one first.
-
-    Raises:
-        OSError: the run directory, or one of them, cannot be read.
-    """
+    """Return the directories that hold a run's checkpoints, the customary one first; or OSError."""
     try:
         notes = sorted(run.saves_to.iterdir())
     except (FileNotFoundError, NotADirectoryError):

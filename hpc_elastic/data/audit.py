@@ -49,17 +49,14 @@ from hpc_elastic.errors import DamagedFileError, HpcElasticError, RunDirectoryEr
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import lines_in, names_in, parse_json, read_json
 
-Spans = NDArray[np.int64]
-"""Rows of (step, num_steps, epoch, start, stride, size), as `ledger.Span`."""
+Spans = NDArray[np.int64]  # rows of (step, num_steps, epoch, start, stride, size), as `ledger.Span`
 
 STEP, NUM_STEPS, EPOCH, START, STRIDE, COUNT = range(6)
-_MOST = 10_000_000
-"""Largest number of ranges that are compared: they are in memory."""
+_MOST = 10_000_000  # largest number of ranges that are compared: they are in memory
 _MOST_RANKS = 1 << 20
 _LARGEST = 1 << 62
 _NO_SPANS: Spans = np.zeros((0, 6), dtype=np.int64)
-_TRIES, _RETRY_S = 5, 0.5
-"""The begin of a round may disturb a reading."""
+_TRIES, _RETRY_S = 5, 0.5  # the begin of a round may disturb a reading
 _FILE = re.compile(r"(?P<name>[\w-]+)\.(entry-\d+\.rank-\d+|replica-[0-9a-f]+)\.jsonl")
 
 
@@ -124,8 +121,8 @@ def audit(run: Path) -> list[Proof]:
 def prove(name: str, record: SamplerHistory, succeeded_in: int | None) -> Proof:
     """Return the proof of one sampler (pure).
 
-    ``succeeded_in`` is how often the run had been resumed when it succeeded; its ledger is complete
-    then. None if it has not succeeded.
+    ``succeeded_in`` is how often the run had been resumed when it succeeded: its ledger is
+    complete.
     """
     groups = record.groups
     end = None if succeeded_in is None else record.training_end(succeeded_in)
@@ -277,10 +274,7 @@ def _epoch(
 
 
 def _side_by_side(spans: Spans) -> Spans:
-    """Return the same ranges, merged where ranks took adjoining ones.
-
-    An undisturbed epoch becomes one range, for any number of steps and ranks.
-    """
+    """Merge the ranges that adjoin: an undisturbed epoch becomes one, for any number of ranks."""
     rule = [EPOCH, STEP, NUM_STEPS, STRIDE]
     ordered = spans[np.lexsort((spans[:, START], *(spans[:, key] for key in rule)))]
     before, after = ordered[:-1], ordered[1:]
@@ -319,8 +313,7 @@ class LedgerGroup:
 
     heads: dict[int, LedgerSegment] = field(default_factory=dict)
     """By rank; a missing rank has written nothing."""
-    spans: dict[int, Spans] = field(default_factory=dict)
-    """By rank."""
+    spans: dict[int, Spans] = field(default_factory=dict)  # by rank
 
     @property
     def head(self) -> LedgerSegment:
@@ -363,10 +356,7 @@ class LedgerPart:
         return np.array(rows, dtype=np.int64).reshape(-1, 6)
 
     def next_places(self) -> tuple[SamplePosition, SamplePosition]:
-        """Return the end, and the start of the batch after it: the next stretch begins at either.
-
-        They differ at the end of an epoch.
-        """
+        """Return the end, and the start of the next batch: the next stretch begins at either."""
         head = self.group.head
         place = head.plan().after(head.place, self.until - head.step)
         return place, head.plan().next_batch(place)
@@ -386,8 +376,7 @@ class LedgerPart:
 class SamplerHistory:
     """The ledger of one sampler, of all its groups."""
 
-    groups: dict[Name, LedgerGroup] = field(default_factory=dict)
-    """Its stretches, by name."""
+    groups: dict[Name, LedgerGroup] = field(default_factory=dict)  # its stretches, by name
     ends: list[TrainingEnd] = field(default_factory=list)
     """The ends of the training by its processes."""
 
@@ -399,11 +388,10 @@ class SamplerHistory:
 
 
 def read(folder: Path) -> dict[str, SamplerHistory]:
-    """Read the ledger of a run, by the sampler's name.
+    """Read the ledger of a run, by the sampler's name, or RunDirectoryError.
 
     A last line that is cut off because its writer was killed is ignored. A file may be renamed
-    meanwhile (`ledger`), so the names are listed again afterwards, and all is read again if they
-    differ. Raises RunDirectoryError if there is no ledger, or a line is damaged.
+    meanwhile (`ledger`), so the names are listed again afterwards.
     """
     found = None
     for _ in range(_TRIES):
@@ -420,7 +408,6 @@ def read(folder: Path) -> dict[str, SamplerHistory]:
 
 
 def _read_files(folder: Path, names: Iterable[str]) -> dict[str, SamplerHistory]:
-    """Return the ledger in these files; FileNotFoundError if one has been renamed."""
     found: dict[str, SamplerHistory] = {}
     for m in filter(None, map(_FILE.fullmatch, sorted(names))):
         record = found.setdefault(m["name"], SamplerHistory())
@@ -446,7 +433,7 @@ def surviving(groups: Mapping[Name, LedgerGroup], last: Name, until: int) -> lis
 
 
 def _require_few(number: float) -> None:
-    """Refuse to compare more ranges than memory has room for: raise RunDirectoryError."""
+    """Refuse to compare more ranges than memory has room for."""
     if number > _MOST:
         raise RunDirectoryError(
             f"the ledger has steps for {number:,.0f} ranges of samples, and {_MOST:,} are the most "
@@ -509,7 +496,6 @@ def _cut(spans: Spans, cuts: NDArray[np.int64]) -> tuple[Spans, NDArray[np.int64
 
 
 def _read_file(path: Path) -> tuple[list[tuple[LedgerSegment, Spans]], list[TrainingEnd]]:
-    """Return each stretch in a file with its spans, and the ends; refuse a damaged file."""
     stretches: dict[Name, tuple[LedgerSegment, list[Span]]] = {}
     spans: list[Span] | None = None
     ends: list[TrainingEnd] = []

@@ -62,8 +62,8 @@ class MicroBatch:
 class BatchDivision:
     """The size of a global batch, and its division among the workers.
 
-    The fields are the arguments of `ElasticSampler`. Ranks that are given are taken to be equally
-    fast. Raises ConfigError if a value is out of range, or only one of rank and world_size given.
+    The fields are the arguments of `ElasticSampler`, or ConfigError. Ranks that are given are taken
+    to be equally fast.
     """
 
     global_batch_size: int
@@ -73,16 +73,12 @@ class BatchDivision:
     virtual_ranks: int | None = None
 
     def __post_init__(self) -> None:
-        for key in (
-            "global_batch_size", "micro_batch_size", "rank", "world_size", "virtual_ranks",
-        ):  # fmt: skip
-            value = getattr(self, key)
-            if value is None and key != "global_batch_size":
-                continue
-            if hasattr(value, "__index__") and not isinstance(value, bool):  # NumPy's, but not 48.0
-                continue
-            remedy = "give a whole number" + ("" if key == "global_batch_size" else ", or None")
-            raise ConfigError(key, value, remedy)
+        for key, value in vars(self).items():
+            is_needed = key == "global_batch_size"
+            is_whole = hasattr(value, "__index__") and not isinstance(value, bool)
+            if not is_whole and (is_needed or value is not None):  # NumPy's are, 48.0 is not
+                remedy = "give a whole number" + ("" if is_needed else ", or None")
+                raise ConfigError(key, value, remedy)
         if (size := self.global_batch_size) < 1:
             raise ConfigError("global_batch_size", size, "give at least one sample")
         if (most := self.micro_batch_size) is not None and most < 1:
@@ -125,7 +121,7 @@ class BatchDivision:
         return len(ranks) * self._num_micro_batches_of_a_rank(size)
 
     def _num_micro_batches_of_a_rank(self, size: int) -> int:
-        cuts = _cuts(size, self._throughputs_or_number)
+        cuts = self._cuts(size)
         largest_share = max(1, *(stop - start for start, stop in itertools.pairwise(cuts)))
         return -(-largest_share // (self.micro_batch_size or largest_share))
 
@@ -133,16 +129,15 @@ class BatchDivision:
     def _num_ranks(self) -> int:
         return self.virtual_ranks or self.group()[1]
 
-    @property
-    def _throughputs_or_number(self) -> tuple[int, ...] | int:
+    def _cuts(self, size: int) -> tuple[int, ...]:
         num, is_given = self._num_ranks, self.rank is not None or self.virtual_ranks is not None
         known = () if is_given else decode_throughputs(os.environ.get(THROUGHPUTS_VARIABLE, ""))
-        return known if len(known) == num else num
+        return _cuts(size, known if len(known) == num else num)
 
     def share(self, size: int, ranks: range | None = None) -> tuple[int, int]:
         """Return (offset, count) of the share of these ranks, by default its own, of a batch."""
         ranks = self.ranks_of(self.group()[0]) if ranks is None else ranks
-        cuts = _cuts(size, self._throughputs_or_number)
+        cuts = self._cuts(size)
         return cuts[ranks.start], cuts[ranks.stop] - cuts[ranks.start]
 
     def micro_batches(self, size: int) -> list[MicroBatch]:
@@ -163,8 +158,7 @@ class BatchDivision:
 
 THROUGHPUTS_VARIABLE = "HPC_ELASTIC_THROUGHPUTS"
 """Throughputs of the ranks of a worker's group, such as ``8*1000,16*2500``; unset if equal."""
-THROUGHPUT_UNIT = 1000
-"""Whole numbers of a throughput of 1."""
+THROUGHPUT_UNIT = 1000  # whole numbers of a throughput of 1
 
 
 def encode_throughputs(ranks: Iterable[int]) -> str:
@@ -190,9 +184,8 @@ def _cuts(size: int, throughputs: tuple[int, ...] | int) -> tuple[int, ...]:
 
 
 def check(global_batch: int, max_nodes: int, nproc_per_node: int | None) -> str | None:
-    """Check a global batch against the largest number of workers (login node; pure).
+    """Return why a global batch is too small for the most workers (login node; pure), or None.
 
-    Returns the problem with its remedy; None if every worker has at least one sample of each batch.
     ``nproc_per_node`` is None if unknown before the nodes are.
     """
     if global_batch < 1:
@@ -276,7 +269,6 @@ class GlobalBatch:
         self._on_trained()
 
     def _of_virtual_ranks(self) -> Iterator[tuple[Any, float]]:
-        """Yield the micro-batches of each virtual rank; the code of the loop runs in between."""
         with self._virtual_ranks.global_batch():
             for rank, parts in itertools.groupby(self._parts, key=lambda part: part.rank):
                 with self._virtual_ranks.rank(rank):
@@ -313,7 +305,6 @@ class GlobalBatch:
 
 @contextlib.contextmanager
 def _gradient_exchange(models: tuple[Any, ...], *, now: bool) -> Iterator[None]:
-    """Let the models' backward exchange gradients, or only accumulate them."""
     with contextlib.ExitStack() as stack:
         for model in models:
             if hasattr(model, "set_requires_gradient_sync"):

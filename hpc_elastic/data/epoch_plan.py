@@ -91,11 +91,7 @@ class SamplePosition(NamedTuple):
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """The global batches of an epoch; the fields are the arguments of `ElasticSampler`.
-
-    Raises:
-        ConfigError: A value is out of range, or an epoch would have no batch.
-    """
+    """The global batches of an epoch; the fields are the arguments of `ElasticSampler`."""
 
     length: int
     seed: int
@@ -137,9 +133,9 @@ class EpochPlan:
     def steps(
         self, place: SamplePosition, num_steps: int
     ) -> Iterator[tuple[int, int, int, int, int, int]]:
-        """Yield the samples of the steps after a position, all ranks together, as rows of a ledger.
+        """Yield the samples of the steps after a position, of all ranks, as `ledger.Span` has them.
 
-        The rows have the fields of `ledger.Span`: steps that follow one rule are one row.
+        Steps that follow one rule are one row.
         """
         whole = self.batch.global_batch_size
         while num_steps > 0:
@@ -178,10 +174,7 @@ class EpochPlan:
         return Order(self.length, self.seed, epoch, shuffle=self.shuffle)
 
     def random_seed(self, step: int, offset: int, use: Literal["loader", "model"]) -> int:
-        """Return the seed of the random numbers of a micro-batch, from 0 to 2^63 - 1.
-
-        The step counts from 1; the offset is that of its first sample in the global batch.
-        """
+        """Return the seed of a micro-batch, from 0 to 2^63 - 1; the first step is 1."""
         return hashed(self.seed, step, offset, ("loader", "model").index(use)) >> 1
 
     def facts(self) -> dict[str, Any]:

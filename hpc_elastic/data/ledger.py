@@ -74,8 +74,7 @@ from hpc_elastic.worker import reporting
 
 VERSION = 2
 FOLDER = "ledger"
-FLUSH_S = 10.0
-"""Shortest time between two writes, apart from saves."""
+FLUSH_S = 10.0  # shortest time between two writes, apart from saves
 
 _log = logging.getLogger(__name__)
 
@@ -187,8 +186,7 @@ class Ledger:
     """The file of one rank; lines that cannot be written are kept for the next flush.
 
     ``mark`` is a file of this node with the last file in this place and its writer: it outlives the
-    process, but not the agent. Raises ConfigError if the file exists: another sampler of this group
-    has the same name and rank.
+    process, but not the agent.
     """
 
     def __init__(self, path: Path, mark: Path | None = None) -> None:
@@ -196,7 +194,7 @@ class Ledger:
         self._is_created = False
         self._buffer = b""
         self._span: Span | None = None
-        self._flushed_at = time.monotonic()
+        self.flushed_at = time.monotonic()
         self._process = os.getpid()
         self._file: int | None = None
         self._open()
@@ -216,17 +214,12 @@ class Ledger:
             self._close_span()
         self._span = joined or span
 
-    def flush_if_due(self) -> None:
-        """Write if `FLUSH_S` have passed; call it when all recorded steps are final."""
-        if time.monotonic() - self._flushed_at > FLUSH_S:
-            self.flush()
-
     def flush(self, *, sync: bool = False) -> None:
         """Write all recorded steps; ``sync`` also synchronises the file, in the background."""
         if os.getpid() != self._process:
             return  # a child process, such as a loader's, has only a copy
         self._close_span()
-        self._flushed_at = time.monotonic()
+        self.flushed_at = time.monotonic()
         try:
             if self._file is None:
                 self._open()
@@ -283,10 +276,7 @@ class Ledger:
 
 
 def _left_file(mark: Path, own: Path) -> Path | None:
-    """Return the file that the last process in this place has left; None if it is not usable.
-
-    It is if its writer is dead, and its last line is whole.
-    """
+    """Return the file that the last process in this place has left, if that is dead."""
     with contextlib.suppress(OSError, ValueError):
         name, pid = read_text(mark).split("/")
         with own.with_name(name).open("rb") as file:
@@ -296,11 +286,9 @@ def _left_file(mark: Path, own: Path) -> Path | None:
     return None
 
 
-Name = tuple[int, int]
-"""Name of a stretch."""
+Name = tuple[int, int]  # name of a stretch
 
-PROCESS_TOKEN = secrets.token_hex(8)
-"""The token of this process in the names of its files."""
+PROCESS_TOKEN = secrets.token_hex(8)  # the token of this process in the names of its files
 
 
 @dataclass(frozen=True)
@@ -308,8 +296,7 @@ class _Origin:
     """The run and the worker group that this process belongs to."""
 
     folder: Path
-    index: int
-    """Index of the log entry that formed the group."""
+    index: int  # index of the log entry that formed the group
     spec: RunSpec
 
 
@@ -337,8 +324,8 @@ def most_workers() -> int:
 class LedgerWriter:
     """The ledger of one sampler; it writes nothing outside of a run, or without a name.
 
-    ``group`` returns this process's rank and the world size, in its replica if it is one.
-    ``is_replica``: this process lives on when the group changes.
+    ``group`` returns this process's rank and the world size, in its replica if it is one, which
+    lives on when the group changes.
     """
 
     def __init__(
@@ -357,13 +344,11 @@ class LedgerWriter:
         self._parent: Name | None = None
         self._stretch: Name | None = None
         self._begun = False
-        self._step: int | None = None
-        """The last step; None before the first step or state."""
+        self._step: int | None = None  # the last step; None before the first step or state
         self._num_loaded = 0
         if self._origin is not None:
             reporting.when_returned(self.record_end)
-        self._lock = RLock()
-        """The thread that sends a replica's state to others also reads it."""
+        self._lock = RLock()  # the thread that sends a replica's state to others also reads it
 
     def on_state_loaded(self, made_by: dict[str, Any] | None, step: int) -> None:
         """Record that a state was loaded; the next stretch is a child of its `state_maker`."""
@@ -393,10 +378,7 @@ class LedgerWriter:
             self._begin_stretch((self._origin.index, self._num_loaded), plan, place, *self._group())
 
     def begin_quorum_segment(self, quorum_id: int, plan: EpochPlan, place: SamplePosition) -> None:
-        """Begin the stretch of a quorum, unless it has begun; only rank 0 of a group writes.
-
-        Call it when a step of the quorum is committed, before the step is recorded.
-        """
+        """Begin the stretch of a quorum, once a step of it is committed, unless it has begun."""
         if self._origin is None or self._group()[0] != 0:
             return
         if self._begun and self._stretch and self._stretch[0] == quorum_id:
@@ -439,10 +421,10 @@ class LedgerWriter:
                 self.ledger.flush(sync=True)
 
     def flush_if_due(self) -> None:
-        """Write recorded steps if `FLUSH_S` have passed."""
+        """Write recorded steps if `FLUSH_S` have passed; all of them are final."""
         with self._lock:
-            if self.ledger:
-                self.ledger.flush_if_due()
+            if self.ledger and time.monotonic() - self.ledger.flushed_at > FLUSH_S:
+                self.ledger.flush()
 
     def _open_ledger(self) -> Ledger:
         assert self._origin is not None

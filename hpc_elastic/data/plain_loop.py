@@ -37,10 +37,8 @@ from hpc_elastic.data.epoch_plan import EpochPlan, SamplePosition
 from hpc_elastic.errors import ConfigError, InexactError
 from hpc_elastic.worker import optimizer_steps
 
-_loops: list[PlainLoop] = []
-"""Those that train and have not ended."""
-_trained: list[weakref.ref[TrainedModels]] = []
-"""The `TrainedModels` of this process."""
+_loops: list[PlainLoop] = []  # those that train and have not ended
+_trained: list[weakref.ref[TrainedModels]] = []  # the `TrainedModels` of this process
 _thread = threading.local()
 """Whether this thread is in a ``backward()`` that has its weight."""
 _PIPELINE = "torch.distributed.pipelining._backward"
@@ -53,8 +51,7 @@ class TrainedModels:
         has_stepped: Whether an optimizer has stepped since the first ``backward()``.
         holds_rest: Whether gradients may be held that belong to items of an epoch that has ended.
         is_in_step: Whether a ``backward()`` came before the second draw, so nothing draws ahead.
-        left_loop: A loop that was left with items whose gradients may be held; None if there is
-            none.
+        left_loop: A loop that was left with items whose gradients may be held.
     """
 
     def __init__(self) -> None:
@@ -101,19 +98,20 @@ class TrainedModels:
 
     def require_known_state(self) -> None:
         """Raise ConfigError if the parameters may hold other samples than the data's state."""
+        remedy = None
         if self._versions is not None and not self.wait_for_optimizer():
             remedy = (
                 "the parameters have changed without a step of a torch optimizer, so it is unknown "
                 "whether they hold the present item: use torch.optim, or iterate over "
                 "sampler.batches(loader), where a batch counts once its micro_batches() have ended"
             )
-            raise InexactError("optimizer.step", "not called", remedy)
-        if self.holds_rest and self._hold_gradients():
+        elif self.holds_rest and self._hold_gradients():
             remedy = (
                 "an epoch has ended with gradients that no optimizer has stepped with, and a "
                 "checkpoint would lose them: call optimizer.step() with the last item of an epoch, "
                 "or drop them with optimizer.zero_grad() before the save"
             )
+        if remedy is not None:
             raise InexactError("optimizer.step", "not called", remedy)
 
     @functools.cached_property
@@ -123,8 +121,7 @@ class TrainedModels:
         return any(
             id(parameter) in ours
             for optimizer in optimizer_steps.live_objects(torch.optim.Optimizer)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
+            for parameter in optimizer_steps.parameters_of(optimizer)
         )
 
     def _hold_gradients(self) -> bool:
@@ -162,12 +159,10 @@ class PlainLoop:
         """The position before the present item; None while there is none."""
         self.weight = 1.0
         self._loader_thread = 0
-        self._num_open = 0
-        """Items that do not count yet."""
+        self._num_open = 0  # items that do not count yet
         self._num_waiting = 0
         """Of these, up to the last that had a ``backward()``."""
-        self._had_backward = False
-        """Whether the present item had one."""
+        self._had_backward = False  # whether the present item had one
         if models is not None:
             _loops.append(self)
 
@@ -280,8 +275,7 @@ class PlainLoop:
 def _has_gradients(optimizer: Any) -> bool:
     return any(
         isinstance(parameter, torch.nn.Parameter) and parameter.grad is not None
-        for group in optimizer.param_groups
-        for parameter in group["params"]
+        for parameter in optimizer_steps.parameters_of(optimizer)
     )
 
 
@@ -298,14 +292,8 @@ def _on_step(optimizer: Any) -> None:
             models.on_step()
 
 
-# ---- the weight of a backward()
-
-
 def is_in_backward() -> bool:
-    """Return whether this thread is inside of a ``backward()``, as one of reentrant checkpointing.
-
-    Private: torch has no public way to see it.
-    """
+    """Return whether this thread is in a ``backward()``, which torch has no public way to see."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 

@@ -7,11 +7,10 @@ the state: any number of workers can load it and continue after the last trained
 Trained samples count, not drawn ones. A loader draws ahead in its worker processes, which moves
 nothing. The position moves when the last micro-batch of a global batch is done
 (`GlobalBatch.micro_batches` has ended). A state that is taken right after the optimizer's step
-includes that batch, and one that is taken before the step does not (`UnsteppedBatches`).
+includes that batch, and one that is taken before the step does not (`_UnsteppedBatches`).
 
 A plain loop over the DataLoader makes one step of each item. The sampler sees only draws, so it
-hands the items out itself (`_hand_out_items`), and an item counts as trained once an optimizer has
-stepped with it, or the next one is drawn (`plain_loop`).
+hands the items out itself (`_hand_out_items`), and `plain_loop` counts them.
 
 An epoch ends when the loop over its batches does. A state taken inside of the loop
 continues inside of the epoch, even if no batch of it is left, so that the code after the loop, such
@@ -29,7 +28,7 @@ loop is the same, and two things are determined at each step, once its quorum is
   state that it was healed with.
 
 A replica that does not contribute, because it heals or is a spare, takes part in the same
-collectives. It is a `NonParticipant`, with a sample of weight 0 for each micro-batch of the others.
+collectives. It is a `_NonParticipant`, with a sample of weight 0 for each micro-batch of others.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _STATE_VERSION = 1
-_BLOCK = 4096
-"""Number of indices that are computed at once: a call costs 0.2 to 1 ms, even for few."""
+_BLOCK = 4096  # number of indices that are computed at once: a call costs 0.2 to 1 ms, even for few
 
 
 class ReplicaManager(Protocol):
@@ -90,8 +88,7 @@ class ReplicaManager(Protocol):
         """Add a part to the state that heals a replica."""
 
 
-_driven = WeakSet[Any]()
-"""The samplers whose `ElasticSampler.epochs` this process trains."""
+_driven = WeakSet[Any]()  # the samplers whose `ElasticSampler.epochs` this process trains
 _num_unnamed: WeakKeyDictionary[ReplicaManager, int] = WeakKeyDictionary()
 """The unnamed samplers of each manager so far; the script fixes their order in every process."""
 _num_compared = Counter[str]()
@@ -182,20 +179,18 @@ class ElasticSampler:
                 raise ConfigError(key, value, remedy)
         self._plan = EpochPlan(operator.index(length), operator.index(seed), shuffle, end, batch)
         self._place = SamplePosition()
-        self._drawn: tuple[EpochPlan, SamplePosition] | None = None
-        """With a manager: the division of batches, and the position from which they are drawn."""
-        self._items = LoaderItems()
+        self._drawn: tuple[EpochPlan, SamplePosition] | None = None  # with a manager
+        self._items = _LoaderItems()
         self._num_loaded = 0
         self._are_facts_compared = False
         self._num_epochs: int | None = None
         self._loop: PlainLoop | None = None
-        """The last plain loop."""
         self._models: TrainedModels | None = None
-        self._unstepped = UnsteppedBatches()
+        self._unstepped = _UnsteppedBatches()
         self._virtual_ranks: Any = None
         _hand_out_items()
         self._ledger = LedgerWriter(name, batch.group, is_replica=manager is not None)
-        self._replicas = StepReplicas(manager) if manager is not None else None
+        self._replicas = _StepReplicas(manager) if manager is not None else None
         if manager is not None:
             self._unnamed = None
             if not name:
@@ -394,7 +389,6 @@ class ElasticSampler:
         self._unstepped.clear()
 
     def _begin_loop(self, loader: Any) -> None:
-        """Start a loader at the present position; raise ConfigError as `batches` does."""
         self._require_loader(loader)
         if self._plan.batch.virtual_ranks and not self._virtual_ranks and _records_gradients():
             remedy = "model = sampler.average_gradients(model), before the loop"
@@ -414,7 +408,7 @@ class ElasticSampler:
             optimizer_steps.watch()
 
     def _is_beside_another(self) -> bool:
-        """Return whether the epochs of another sampler are trained, and this one's repeat in them.
+        """Return whether this one's epochs repeat in those of another sampler that is trained.
 
         It is drawn with the other's (`zip`): a loop without an item would end the other one's, too.
         """
@@ -483,29 +477,26 @@ class ElasticSampler:
         self._are_facts_compared = True
 
     def _plain_loop(self, loader: Any) -> Iterator[Any]:
-        """Yield the items of a loop over the DataLoader itself; each is one step.
-
-        Raises ConfigError if the sampler has a manager, virtual ranks or micro-batches, or no
-        scaled model.
-        """
-        if self._plan.batch.virtual_ranks is not None:
+        """Yield the items of a loop over the DataLoader itself; each is one step."""
+        batch = self._plan.batch
+        if batch.virtual_ranks is not None:
             remedy = (
                 "a step has several micro-batches, and a loop over the DataLoader makes a step of "
                 "each item: iterate over sampler.batches(loader)"
             )
-            raise ConfigError("virtual_ranks", self._plan.batch.virtual_ranks, remedy)
+            raise ConfigError("virtual_ranks", batch.virtual_ranks, remedy)
         if self._replicas is not None:
             remedy = (
                 "iterate over sampler.batches(loader): who takes part in a step is known once its "
                 "quorum is"
             )
             raise ConfigError("manager", "given", remedy)
-        if (num := self._plan.batch.num_micro_batches(self._plan.batch.global_batch_size)) > 1:
+        if (num := batch.num_micro_batches(batch.global_batch_size)) > 1:
             remedy = (
                 f"a step has {num} micro-batches here, and a loop over the DataLoader makes a step "
                 "of each item: iterate over sampler.batches(loader)"
             )
-            raise ConfigError("micro_batch_size", self._plan.batch.micro_batch_size, remedy)
+            raise ConfigError("micro_batch_size", batch.micro_batch_size, remedy)
         trains = _records_gradients()
         if trains and self._models is None:
             remedy = (
@@ -657,7 +648,7 @@ class ElasticSampler:
             self._replicas.in_position = True
 
     def _healing_state(self) -> dict[str, Any]:
-        """Return the state for another replica, with the ledger of its steps written."""
+        """Return the state for another replica, once the ledger has its steps."""
         self._ledger.flush()
         return self._state(self._place)
 
@@ -730,15 +721,14 @@ def _place(state: dict[str, Any]) -> SamplePosition:
     return SamplePosition(state["epoch"], state["position"], state["step"])
 
 
-class NonParticipant(BatchDivision):
+class _NonParticipant(BatchDivision):
     """The share of a replica that does not contribute."""
 
     def share(self, size: int, ranks: range | None = None) -> tuple[int, int]:
-        """Return no sample."""
         return 0, 0
 
 
-class UnsteppedBatches:
+class _UnsteppedBatches:
     """Batches of the long form whose micro-batches have ended, and no optimizer has stepped since.
 
     Once an optimizer has stepped with a batch, the next ones wait for it, too: a state that is
@@ -749,8 +739,7 @@ class UnsteppedBatches:
 
     def __init__(self) -> None:
         self._begin: SamplePosition | None = None
-        self._num_steps = 0
-        """Steps of optimizers when the last batch began."""
+        self._num_steps = 0  # of optimizers when the last batch began
         self._has_begun = self._waits = self._is_first = False
 
     @property
@@ -763,7 +752,6 @@ class UnsteppedBatches:
         return self._begin
 
     def on_begin(self) -> None:
-        """A batch begins."""
         num = optimizer_steps.num_steps()
         if self._num_steps != num:
             self._waits = self._has_begun
@@ -773,7 +761,6 @@ class UnsteppedBatches:
         self._num_steps = num
 
     def on_end(self, begin: SamplePosition) -> None:
-        """The micro-batches of a batch have ended."""
         if (self._waits or self._is_first) and self._begin is None:
             self._begin = begin
 
@@ -782,11 +769,10 @@ class UnsteppedBatches:
         self._begin = None
 
 
-class StepReplicas:
+class _StepReplicas:
     """The replicas of the present step, and the outcome of the step.
 
-    ``in_position``: the step began at the sampler's position, or the sampler was healed since;
-    False between two steps.
+    ``in_position``: the step began at the sampler's position, or the sampler was healed since.
     """
 
     def __init__(self, manager: ReplicaManager) -> None:
@@ -799,8 +785,7 @@ class StepReplicas:
         """Begin a step; return the division of the batch, and the position of the other replicas.
 
         That differs from the sampler's ``place`` if this replica is about to be healed, or only its
-        manager's state was loaded. Raises RuntimeError if no quorum was started, and ConfigError if
-        the manager is behind the sampler.
+        manager's state was loaded.
         """
         rank, group_size = plan.batch.group()
         world_size = self._manager.num_participants() * group_size
@@ -812,7 +797,7 @@ class StepReplicas:
         replica_rank = self._manager.participating_rank()
         sizes = plan.batch.global_batch_size, plan.batch.micro_batch_size
         if replica_rank is None or not self._manager.is_participating():
-            division: BatchDivision = NonParticipant(*sizes, 0, world_size)
+            division: BatchDivision = _NonParticipant(*sizes, 0, world_size)
         else:
             division = BatchDivision(*sizes, replica_rank * group_size + rank, world_size)
         ahead = self._manager.current_step() - place.step
@@ -826,12 +811,10 @@ class StepReplicas:
         return division, plan.after(place, ahead)
 
     def num_committed(self, place: SamplePosition) -> int:
-        """Return the number of steps committed since the sampler was at a position."""
         ahead = self._manager.current_step() - place.step
         return max(0, ahead) if self.in_position else 0
 
     def quorum_id(self) -> int:
-        """Return the number of the present step's quorum; raise ConfigError if there is none."""
         quorum_id = getattr(self._manager, "quorum_id", None)
         if quorum_id is None:
             remedy = "use hpc_elastic.ft.Manager, or name=None on the sampler: it writes no ledger"
@@ -904,13 +887,11 @@ class MicroBatchDraws:
             place = plan.after(place, num_batches)
 
 
-class LoaderItems:
+class _LoaderItems:
     """The items of a loader, one for each draw.
 
-    Attributes:
-        inside: Whether a call of the loader is running: a state that is requested then is the
-            loader's own, and not a checkpoint's.
-        draws: The loader's draws; None if it has not begun to draw.
+    ``inside``: a call of the loader is running, and a state that is requested then is the loader's
+    own, and not a checkpoint's.
     """
 
     def __init__(self) -> None:
@@ -923,8 +904,8 @@ class LoaderItems:
         self._checked = False
 
     def open_loader(self, loader: Any, seed: int, batch: BatchDivision) -> None:
-        """Start a loader whose worker processes have this seed; each size is divided once."""
-        self.micro_batches = functools.cache(batch.micro_batches)
+        """Start a loader whose worker processes have this seed."""
+        self.micro_batches = functools.cache(batch.micro_batches)  # each size is divided once
         self.share = functools.cache(batch.share)
         self._items = iter(())  # ends the workers of a loader that ended early
         with self._loader_running(), _seeded_torch_generator(seed):
@@ -932,7 +913,6 @@ class LoaderItems:
         self._checked = False
 
     def next_item(self) -> Any:
-        """Return the next item; raise RuntimeError if the loader does not fit the sampler."""
         place, self.inside = self.next and self.next[1], True
         try:
             item = next(self._items)
@@ -949,7 +929,6 @@ class LoaderItems:
         return item
 
     def close_loader(self, *, must_have_ended: bool = False) -> None:
-        """End the loader; raise RuntimeError if it must have ended, and has further items."""
         with self._loader_running():
             if must_have_ended and next(self._items, self) is not self:
                 raise RuntimeError(f"the loader has items after the end of the epoch: {_ONE_EACH}")

@@ -60,8 +60,7 @@ Read = Callable[[Any, int], Iterable[Any]]
 _REPORT_INTERVAL_S = 10.0
 _MANY_READERS = 1.5
 _MOST_LANES = 192
-_PERIODS = (24, 12, 8, 4, 2, 1)
-"""Numbers that most numbers of loader workers divide."""
+_PERIODS = (24, 12, 8, 4, 2, 1)  # numbers that most numbers of loader workers divide
 
 
 class ElasticStream(ElasticSampler):
@@ -142,25 +141,14 @@ class ElasticStream(ElasticSampler):
         if num_lanes is not None and num_lanes < 1:
             raise ConfigError("num_lanes", num_lanes, "give at least one, or None")
         super().__init__(
-            sum(numbers),
-            global_batch_size,
-            seed,
-            micro_batch_size=micro_batch_size,
-            rank=rank,
-            world_size=world_size,
-            shuffle=shuffle,
-            end=end,
-            name=name,
-            virtual_ranks=virtual_ranks,
-            manager=manager,
-        )
+            sum(numbers), global_batch_size, seed, micro_batch_size=micro_batch_size, rank=rank,
+            world_size=world_size, shuffle=shuffle, end=end, name=name,
+            virtual_ranks=virtual_ranks, manager=manager,
+        )  # fmt: skip
         self._layout = StreamLayout.of(
-            numbers,
-            global_batch=self._plan.batch.global_batch_size,
-            num_lanes=num_lanes or min(len(shards), _MOST_LANES),
-            seed=seed,
-            shuffle_buffer=shuffle_buffer if shuffle else 0,
-        )
+            numbers, seed, self._plan.batch.global_batch_size,
+            num_lanes or min(len(shards), _MOST_LANES), shuffle_buffer if shuffle else 0,
+        )  # fmt: skip
         self._plan = StreamPlan(**vars(self._plan), layout=self._layout, shards=_digest(shards))
         self.dataset: StreamDataset = StreamDataset(shards, read, self._layout)
         self._has_warned = self._are_facts_compared = False
@@ -216,25 +204,19 @@ class StreamLayout:
 
     @classmethod
     def of(
-        cls,
-        lengths: tuple[int, ...],
-        *,
-        global_batch: int,
-        num_lanes: int,
-        seed: int,
-        shuffle_buffer: int,
+        cls, lengths: tuple[int, ...], seed: int, global_batch: int, num_lanes: int, buffer: int
     ) -> StreamLayout:
         """Return the layout for a global batch, whose lanes all have the same share."""
         period = next(p for p in _PERIODS if p * p <= num_lanes)
         most = num_lanes // period
         batch_lanes = next(n for n in range(min(most, global_batch), 0, -1) if not global_batch % n)
-        window = shuffle_buffer and max(1, shuffle_buffer // (batch_lanes * period))
+        window = buffer and max(1, buffer // (batch_lanes * period))
         run = global_batch // batch_lanes
         return cls(lengths, seed, batch_lanes, period, run, window)
 
     @property
     def num_lanes(self) -> int:
-        """Number of lanes of an epoch's sequence."""
+        """Lanes of an epoch's sequence."""
         return self.batch_lanes * self.period
 
     @cached_property
@@ -290,9 +272,8 @@ class StreamLayout:
 
     def shuffled(self, epoch: int, lane: int, window: range) -> NDArray[np.int64]:
         """Return the samples of a window in the order of an epoch."""
-        order = Order(
-            len(window), hashed(self.seed, lane, window.start), epoch, shuffle=self.window > 1
-        )
+        seed = hashed(self.seed, lane, window.start)
+        order = Order(len(window), seed, epoch, shuffle=self.window > 1)
         return order(np.arange(len(window))) + window.start
 
     def shards(self, epoch: int) -> list[int]:
@@ -329,8 +310,8 @@ class StreamPlan(EpochPlan):
 class StreamDataset:
     """Reads a stream's samples by number, in a DataLoader's worker or in the process itself.
 
-    The number of a sample is its position, counted over all epochs. Any number can be read at any
-    time; it is fast if each lane's numbers are read in order.
+    The number of a sample is its position, counted over all epochs. Any can be read at any time; it
+    is fast if each lane's numbers are read in order.
     """
 
     def __init__(self, shards: Sequence[Any], read: Read, layout: StreamLayout) -> None:
@@ -361,8 +342,7 @@ class StreamDataset:
 class _Epoch:
     """One epoch in one process, with a reader for each lane that it has read from.
 
-    ``shards`` are in the epoch's order, one after the other; ``begins`` has the start of each in
-    that sequence, and the end.
+    ``begins`` has the start of each shard, in the epoch's order, and the end.
     """
 
     def __init__(
@@ -393,13 +373,11 @@ class _Lane:
         self._window = range(0)
         self._order: list[int] = []
         self._held: dict[int, Any] = {}
-        self._samples: Iterator[Any] | None = None
-        """The rest of the open shard."""
+        self._samples: Iterator[Any] | None = None  # the rest of the open shard
         self._shard = self._next = -1
         """The shard, and the sample of the epoch's sequence that is read next."""
 
     def get(self, before: int) -> Any:
-        """Return the sample with a number of samples before it in this lane's order."""
         layout = self._epoch.layout
         if before not in self._window:
             self._window = layout.window_of(self._number, before)
@@ -427,7 +405,6 @@ class _Lane:
             self._read()
 
     def _read(self) -> Any:
-        """Return the next sample; raise ValueError if the shard has another length than given."""
         begins = self._epoch.begins
         if self._samples is None:
             self._shard = bisect_right(begins, self._next) - 1

@@ -64,10 +64,7 @@ class PartialSum(NamedTuple):
 
 
 def push(sums: list[PartialSum], new: PartialSum, num_ranks: int) -> None:
-    """Append the next sum, and make each addition of the tree that has become possible.
-
-    ``sums`` are adjoining ones in order, a stack; the tensors are added in place.
-    """
+    """Append to a stack of adjoining sums, and add up in place what has become possible."""
     while sums and (sums[-1].first, new.first, new.last) in additions(0, num_ranks):
         left = sums.pop()
         if left.tensors is not None and new.tensors is not None:
@@ -90,8 +87,7 @@ def held_sums(ranks: range, num_ranks: int) -> list[PartialSum]:
 class _Flat:
     """A gradient of each parameter, in one flat tensor for each type of parameter.
 
-    The number of workers divides the lengths of the flat tensors. ``marks`` is a view for the marks
-    of a step.
+    The number of workers divides the lengths. ``marks`` is a view for the marks of a step.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], num_marks: int, size: int) -> None:
@@ -116,7 +112,6 @@ class _Flat:
         self._parts = [tensor.chunk(size) for tensor in self.tensors]
 
     def part(self, worker: int) -> list[torch.Tensor]:
-        """Return the part of each flat tensor that a worker completes."""
         return [parts[worker] for parts in self._parts]
 
 
@@ -148,10 +143,9 @@ class _Exchange:
             self._received.insert(self._worker, [flat.part(self._worker) for flat in self._sent])
 
     def average(self, sums: Sequence[PartialSum], marks: Sequence[bool]) -> list[bool]:
-        """Complete the tree, divide by the number of virtual ranks, and exchange the marks.
+        """Complete the tree, and exchange the marks: return for each whether any worker has set it.
 
-        The tensors of the first sum become the average. Returns for each mark whether any worker
-        has set it.
+        The tensors of the first sum become the average.
         """
         tensors = sums[0].tensors
         assert tensors is not None
@@ -186,7 +180,6 @@ class _Exchange:
         sent: Callable[[int], list[list[torch.Tensor]]],
         received: Callable[[int], list[list[torch.Tensor]]],
     ) -> None:
-        """Send parts to each other worker, and receive as many as it holds."""
         operations = []
         for peer in range(self._size):
             if peer == self._worker:
@@ -304,11 +297,7 @@ class VirtualRanks:
 
     @contextlib.contextmanager
     def global_batch(self) -> Iterator[None]:
-        """Compute a global batch: its gradients are averaged at the end.
-
-        The generators of random numbers are then as before. Raises ConfigError if the process group
-        is not that of the sampler.
-        """
+        """Compute a global batch: at the end gradients are averaged, generators restored."""
         self._prepare()
         before = [p.grad for p in self._parameters]
         for p in self._parameters:
@@ -350,10 +339,7 @@ class VirtualRanks:
         seed_generators(self._plan.random_seed(step, offset, "model"))
 
     def mean(self, values: Sequence[Any], weights: Sequence[float]) -> float:
-        """Return the weighted mean of values over all micro-batches; all workers call it.
-
-        The sum is exact (`math.fsum`), so no order matters.
-        """
+        """Return the weighted mean of values over all micro-batches, an exact sum (all workers)."""
         worker, size = self._division.group()
         flat = [torch.as_tensor(value).detach().double().reshape(1) for value in values]
         numbers = torch.cat(flat)

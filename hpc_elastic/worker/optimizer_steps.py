@@ -60,6 +60,11 @@ def live_objects(kind: type) -> Iterator[Any]:
     return (each for each in objects if type(each) in kinds) if kinds else iter(())
 
 
+def parameters_of(optimizer: Any) -> Iterator[Any]:
+    """Yield the parameters of an optimizer, group by group."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
 def stepped_optimizers() -> list[Any]:
     """Return the optimizers that have stepped and still exist."""
     return list(_steps.optimizers)

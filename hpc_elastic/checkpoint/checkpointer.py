@@ -150,9 +150,8 @@ class Checkpointer:
                 _log.warning(
                     "%s: the state of %s is one rank's position in its data, and is restored under "
                     "the same number of ranks only: hpc_elastic.data has what fits any number",
-                    key,
-                    type(self._state[key]).__name__,
-                )
+                    key, type(self._state[key]).__name__,
+                )  # fmt: skip
         self._planner = Planner(self._group.rank, self._group.world_size, self._options.replicated)
         self._comparer = Comparer(self._planner, self._group)
         num_bytes = self._expected_bytes(flat)
@@ -561,14 +560,9 @@ def _refuse_second(directory: Path, state: Mapping[str, Any], boundary: bool) ->
     in_run = reporting.own_page() is not None
 
     def others() -> set[tuple[Path, bool, tuple[str, ...]]]:
-        found = {
-            (each.directory, each._options.boundary, tuple(sorted(each._state))) for each in _open
-        }
-        return {
-            each
-            for each in found - {mine}
-            if each[0] == directory or (in_run and boundary and each[1])
-        }
+        found = {(c.directory, c._options.boundary, tuple(sorted(c._state))) for c in _open}
+        conflict = in_run and boundary
+        return {c for c in found - {mine} if c[0] == directory or (conflict and c[1])}
 
     if others():
         gc.collect()  # an unreferenced one may wait for that

@@ -304,9 +304,6 @@ def _problems(manifest: Manifest) -> Iterator[str]:
             yield f"{file} has {files[file]} bytes, but its tensors have {sum(boxes.values())}"
 
 
-# ---- text ---------------------------------------------------------------------------------
-
-
 def seal(content: Mapping[str, Any]) -> str:
     """Return JSON text with its own checksum."""
     body = _canonical(content)

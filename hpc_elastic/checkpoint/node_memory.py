@@ -35,7 +35,7 @@ from typing import Any, Self, TextIO
 import xxhash
 
 from hpc_elastic.checkpoint.manifest import MANIFEST_BYTES, FileEntry, RankPart
-from hpc_elastic.checkpoint.store import file_problem
+from hpc_elastic.checkpoint.store import file_problem, num_bytes_in
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, ConfigError
 from hpc_elastic.shared_files import make_folder, open_file, read_text, write_atomic
 from hpc_elastic.transport.auth import FrameSigner
@@ -145,12 +145,7 @@ class NodeMemory:
 
     def num_bytes(self) -> int:
         """Return how much memory the saves take."""
-        files = (file for save in self.saves() for file in self.path(save).glob("*"))
-        total = 0
-        for file in files:
-            with contextlib.suppress(OSError):
-                total += file.stat().st_size
-        return total
+        return sum(num_bytes_in(self.path(save)) for save in self.saves())
 
     def _remove(self, saves: Iterable[MemorySave]) -> None:
         for save in saves:

@@ -53,24 +53,16 @@ NO_RUN = "no run"  # the id of all scripts that no run started
 
 @dataclass(frozen=True)
 class Owner:
-    """The content of a mark.
+    """The content of a mark."""
 
-    Attributes:
-        run: The run's id; `NO_RUN` outside of one.
-        path: The run directory; empty outside of a run.
-        restarts: Whether the run keeps its id when it is started again.
-        boundary: See `CheckpointOptions.boundary`.
-        nonce: Makes the mark different from any other.
-    """
-
-    run: str
-    path: str = ""
-    restarts: bool = False
-    boundary: bool = True
+    run: str  # the run's id; `NO_RUN` outside of one
+    path: str = ""  # the run directory; empty outside of a run
+    restarts: bool = False  # whether the run keeps its id when it is started again
+    boundary: bool = True  # see `CheckpointOptions`
     keys: list[str] = field(default_factory=list)
     host: str = ""
     created: float = 0.0
-    nonce: str = ""
+    nonce: str = ""  # makes the mark different from any other
 
     @classmethod
     def current(cls, keys: Iterable[str] = (), *, boundary: bool = True) -> Owner:
@@ -108,7 +100,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class OwnerVerdict:
-    """What an owner may do with a directory."""
+    """Whether an owner marks a directory, or why it may not save there, and not be made at all."""
 
     marks: bool = False
     problem: ConfigError | None = None

@@ -9,8 +9,6 @@ what a run restores now is never older. Nodes' memory is left alone.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from hpc_elastic.checkpoint.store import (
     Store,
     is_fenced,
     is_old,
+    num_bytes_in,
     parse_token,
     verify_checkpoint,
 )
@@ -106,7 +105,7 @@ def plan_cleaning(
         left = [directory / name for name in list_leftovers(names, run_id, last_index)]
         strange = [directory / name for name in names if STAGING.fullmatch(name)]
         left += [folder for folder in sorted(strange) if folder not in left and is_old(folder)]
-        going = [RemovableFolder(folder, _num_bytes(folder)) for folder in old + left]
+        going = [RemovableFolder(folder, num_bytes_in(folder)) for folder in old + left]
     except OSError as e:
         raise CheckpointError(f"{e.filename or directory}: {e.strerror or e}") from e
     return Cleaning(directory, kept, damaged, going)
@@ -150,16 +149,7 @@ def remove_folders(cleaning: Cleaning) -> list[RemovableFolder]:
             continue  # found below
     gone = {item.folder.name.lstrip(".") for item in cleaning.going}
     return [
-        RemovableFolder(path, _num_bytes(path))
+        RemovableFolder(path, num_bytes_in(path))
         for path in sorted(cleaning.directory.iterdir())
         if path.name.lstrip(".") in gone or any(f"{TRASH}{g}-" in path.name for g in gone)
     ]
-
-
-def _num_bytes(folder: Path) -> int:
-    total = 0
-    for path, _, files in os.walk(folder):
-        for name in files:
-            with contextlib.suppress(FileNotFoundError):
-                total += os.lstat(os.path.join(path, name)).st_size  # noqa: PTH118 - many files
-    return total

@@ -39,7 +39,7 @@ from torch.futures import Future
 from hpc_elastic import tree_codec
 from hpc_elastic.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
 from hpc_elastic.checkpoint.shard_file import ShardFile
-from hpc_elastic.checkpoint.sharding import dtype_name, dtype_of, local
+from hpc_elastic.checkpoint.sharding import bytes_of, dtype_name, dtype_of, local
 from hpc_elastic.checkpoint.store import read_manifest
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
 from hpc_elastic.worker import optimizer_steps
@@ -313,12 +313,12 @@ class _Piece:
         target = self.target
         in_order = target.is_contiguous() and not (target.is_conj() or target.is_neg())
         if self.rows.exact and target.device.type == "cpu" and in_order:
-            data = _bytes_of(target)
+            data = bytes_of(target)
             self.file.read_into(data, self.offset)
             return data
         pinned, size = target.device.type == "cuda", (target.shape[0], *self.inner)
         scratch = torch.empty(size, dtype=self.dtype, pin_memory=pinned, device="cpu")
-        data = _bytes_of(scratch)
+        data = bytes_of(scratch)
         self.file.read_into(data, self.offset)
         for dim, start in enumerate(self.starts, start=1):
             scratch = scratch.narrow(dim, start, target.shape[dim])
@@ -396,10 +396,6 @@ def _plan(
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(into), reader.read_metadata(), is_coordinator=False)
     return planner, planner.create_local_plan()
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _new(entry: TensorEntry, parameter: torch.Tensor | None, *, is_own: bool) -> torch.Tensor:

@@ -83,31 +83,20 @@ class SaveContext:
 
 @dataclass
 class Save:
-    """One save, from the snapshot on.
-
-    Attributes:
-        number: Of the save, the same on every rank.
-        urgent: Leave out what can wait.
-        replaces: Whether it may replace a checkpoint of this step.
-        snapshot: This rank's part; None once the save has ended.
-        folder: Where all ranks write; its name is known to their group only.
-        is_stored: Whether it is known to be committed in the shared directory.
-        duration_s: How long it took, from the snapshot to its commit.
-        done: Is set once it has ended, well or not.
-    """
+    """One save, from the snapshot on."""
 
     context: SaveContext
     step: int
-    number: int
-    urgent: bool = False
+    number: int  # of the save, the same on every rank
+    urgent: bool = False  # leave out what can wait
     to_store: bool = True
-    replaces: bool = False
-    snapshot: HostSnapshot | None = None
-    is_stored: bool = False
+    replaces: bool = False  # whether it may replace a checkpoint of this step
+    snapshot: HostSnapshot | None = None  # this rank's part; None once the save has ended
+    is_stored: bool = False  # whether it is known to be committed in the shared directory
     error: CheckpointError | None = None
-    duration_s: float = 0.0
-    folder: Path = field(init=False)
-    done: threading.Event = field(default_factory=threading.Event)
+    duration_s: float = 0.0  # from the snapshot to the commit
+    folder: Path = field(init=False)  # where all ranks write; only their group knows its name
+    done: threading.Event = field(default_factory=threading.Event)  # set once it has ended
     _aborted: threading.Event = field(default_factory=threading.Event)
     _num_written: int = 0
 

@@ -71,21 +71,15 @@ _AMBIGUOUS = re.compile(r"__metadata__|.*\[[\d,]*\]", re.DOTALL)
 
 @dataclass(frozen=True)
 class ShardPiece:
-    """One box of one tensor, which this rank writes.
-
-    Attributes:
-        offsets: Where the box begins in the whole tensor.
-        start: Where the box begins in the tensor that this rank has in memory.
-        is_own: Whether each rank stores its own tensor of that name.
-    """
+    """One box of one tensor, which this rank writes."""
 
     fqn: str
     shape: tuple[int, ...]
     dtype: str
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # where the box begins in the whole tensor
     sizes: tuple[int, ...]
-    start: tuple[int, ...]
-    is_own: bool = False
+    start: tuple[int, ...]  # where the box begins in the tensor that this rank has in memory
+    is_own: bool = False  # whether each rank stores its own tensor of that name
 
     @property
     def num_bytes(self) -> int:

@@ -142,6 +142,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
 def dtype_of(name: str) -> torch.dtype:
     """Return torch's type of that name; raise CheckpointError if this torch has none."""
     dtype = getattr(torch, name, None)

@@ -88,7 +88,7 @@ class Snapshots:
             return self.copy(flat, layout)
         views = [sharding.view(piece, flat.tensors[piece.fqn]) for piece in layout.pieces]
         tensors = [view.resolve_conj().resolve_neg().contiguous() for view in views]
-        data = [_bytes_of(tensor) for tensor in tensors]
+        data = [sharding.bytes_of(tensor) for tensor in tensors]
         return HostSnapshot(layout, data, flat.values, flat.rank_values, keep=tensors)
 
     def _reserve(self, flat: Flat, num_bytes: int) -> mmap.mmap:
@@ -183,12 +183,6 @@ def is_out_of_memory(error: BaseException) -> bool:
         return error.errno == errno.ENOMEM
     is_torchs = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or is_torchs
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    if not tensor.nbytes:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _cudart() -> Any:

@@ -367,13 +367,12 @@ def _require_known_shards(
     for name, tensor in sharded.items():
         known = name in like and like[name].shape == tensor.shape
         if not known and tensor.numel() > 1:
-            raise InexactError(
-                f"state: {name}",
-                tuple(tensor.shape),
+            remedy = (
                 "it is a DTensor, but not shaped like a parameter, so a fresh optimizer cannot "
                 "know its shards: give the optimizer a wrapper with state_dict() and "
-                "load_state_dict(), which makes the state before it is loaded",
+                "load_state_dict(), which makes the state before it is loaded"
             )
+            raise InexactError(f"state: {name}", tuple(tensor.shape), remedy)
 
 
 def _require_no_flat_parameters(path: str, item: object) -> None:
@@ -385,12 +384,11 @@ def _require_no_flat_parameters(path: str, item: object) -> None:
     elif isinstance(item, torch.optim.Optimizer):
         found = any(getattr(p, _FLATTENED, False) for p in optimizer_steps.parameters_of(item))
     if found:
-        raise InexactError(
-            f"state: {path}",
-            type(item),
+        remedy = (
             "FullyShardedDataParallel (FSDP1) keeps a part of flat parameters on each rank: use "
-            "fully_shard (FSDP2), whose shards fit any number of ranks",
+            "fully_shard (FSDP2), whose shards fit any number of ranks"
         )
+        raise InexactError(f"state: {path}", type(item), remedy)
 
 
 _FLATTENED = "_fsdp_flattened"

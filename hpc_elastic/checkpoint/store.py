@@ -259,6 +259,16 @@ class Cleaner:
                 _log.warning("old checkpoints stay in %s for now: %s", self._store.directory, e)
 
 
+def num_bytes_in(folder: Path) -> int:
+    """Return the bytes of all files in a folder."""
+    total = 0
+    for path, _, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(path, name)).st_size  # noqa: PTH118 - many files
+    return total
+
+
 def is_old(folder: Path) -> bool:
     """Return whether nothing was written to a staging folder for `LEFTOVER_AGE_S`."""
     with contextlib.suppress(OSError):

@@ -62,47 +62,33 @@ _FILE = re.compile(r"(?P<name>[\w-]+)\.(entry-\d+\.rank-\d+|replica-[0-9a-f]+)\.
 
 @dataclass(frozen=True)
 class EpochProof:
-    """The samples of one epoch in the surviving history.
-
-    Attributes:
-        never: Samples that were passed over.
-        left: Samples not reached yet (last epoch only).
-        dropped: Samples left out at the end (``end="drop"``).
-        padded: Paddings of the last batch (``end="pad"``).
-        elsewhere: Samples before the run's first state, trained by another run.
-    """
+    """The samples of one epoch in the surviving history."""
 
     epoch: int
     once: int
     twice: int
-    never: int
-    left: int = 0
-    dropped: int = 0
-    padded: int = 0
-    elsewhere: int = 0
+    never: int  # passed over
+    left: int = 0  # not reached yet (last epoch only)
+    dropped: int = 0  # left out at the end (``end="drop"``)
+    padded: int = 0  # paddings of the last batch (``end="pad"``)
+    elsewhere: int = 0  # before the run's first state, trained by another run
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The audit of one sampler of a run.
-
-    Attributes:
-        stretches: Number of stretches: a group began to train, from a state or from the start.
-        replayed_steps: Steps in the ledger that were lost. A killed worker has not written its last
-            ones (`ledger.FLUSH_S`); ``hpc-elastic events`` counts those too.
-        open_samples: Samples of steps that not all ranks have written yet.
-        problems: Why there is no proof, each a sentence; empty if there is one.
-    """
+    """The audit of one sampler of a run."""
 
     name: str
     dataset_len: int
     epochs: list[EpochProof]
     last_step: int
-    stretches: int
+    stretches: int  # a group began to train, from a state or from the start
     replayed_steps: int
+    """Steps in the ledger that were lost. A killed worker has not written its last ones
+    (`ledger.FLUSH_S`); ``hpc-elastic events`` counts those too."""
     replayed_samples: int
-    open_samples: int
-    problems: list[str]
+    open_samples: int  # of steps that not all ranks have written yet
+    problems: list[str]  # why there is no proof, each a sentence
 
     @property
     def holds(self) -> bool:

@@ -39,22 +39,16 @@ from hpc_elastic.worker import process_group
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch of one rank, as a part of a global batch.
+    """A micro-batch of one rank, as a part of a global batch."""
 
-    Attributes:
-        offset: Its first sample, counted from the global batch's first one.
-        count: Its number of samples; 0 if the sample at ``offset`` has weight 0.
-        weight: Factor for its mean loss.
-    """
-
-    offset: int
-    count: int
-    weight: float
+    offset: int  # its first sample, counted from the global batch's first one
+    count: int  # its number of samples; 0 if the sample at ``offset`` has weight 0
+    weight: float  # factor for its mean loss
     rank: int = 0
 
     @property
     def num_loaded(self) -> int:
-        """Number of samples to load, with that of weight 0."""
+        """Samples to load, with that of weight 0."""
         return max(1, self.count)
 
 

@@ -179,12 +179,8 @@ class EpochPlan:
 
     def facts(self) -> dict[str, Any]:
         """Return the values that fix the order; a position is meaningless without them."""
-        return {
-            "dataset_len": self.length,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "order": VERSION,
-        }
+        known = {"dataset_len": self.length, "seed": self.seed}
+        return {**known, "shuffle": self.shuffle, "order": VERSION}
 
     def require_same_order(self, state: dict[str, Any]) -> None:
         """Accept the state of a sampler with the same order; else raise ConfigError."""

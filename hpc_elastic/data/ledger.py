@@ -79,41 +79,34 @@ FLUSH_S = 10.0  # shortest time between two writes, apart from saves
 _log = logging.getLogger(__name__)
 
 
+Name = tuple[int, int]
+"""Of a stretch: (entry or quorum, number of states loaded)."""
+
+
 @dataclass(frozen=True)
 class LedgerSegment:
-    """The head of a stretch: its writer, its start and its plan.
-
-    Attributes:
-        stretch: (entry or quorum, number of states loaded): equal on all ranks of a group.
-        parent: The stretch that made the state; None at the start, or if another run made it.
-        step: Global batches trained before, over the run.
-        position: Samples of that epoch that were trained before.
-        rank: Rank of the writer; replicas write 0 of 1, each the whole batch.
-        world_size: Number of ranks that write a share of the batch.
-        facts: The values that fix the order: dataset_len, seed, shuffle, order.
-        restored: Step of the checkpoint that this process has restored; None if it has begun from
-            the start, lives on when the group changes, or is older than the field.
-    """
+    """The head of a stretch: its writer, its start and its plan."""
 
     name: str
-    stretch: tuple[int, int]
-    parent: tuple[int, int] | None
-    step: int
+    stretch: Name  # equal on all ranks of a group
+    parent: Name | None  # that made the state; None at the start, or if another run made it
+    step: int  # global batches trained before, over the run
     epoch: int
-    position: int
-    rank: int
-    world_size: int
-    facts: dict[str, Any]
+    position: int  # samples of that epoch that were trained before
+    rank: int  # of the writer; replicas write 0 of 1, each the whole batch
+    world_size: int  # ranks that write a share of the batch
+    facts: dict[str, Any]  # what fixes the order: dataset_len, seed, shuffle, order
     end: EndOfEpoch
     global_batch: int
     restored: int | None = None
+    """Step of the checkpoint that this process has restored; None if it has begun from the start,
+    lives on when the group changes, or is older than the field."""
 
     def plan(self) -> EpochPlan:
         """Return the plan; raise ConfigError if the stretch is damaged, so that there is none."""
         length, seed, shuffle = (self.facts[key] for key in ("dataset_len", "seed", "shuffle"))
-        return EpochPlan(
-            length, seed, shuffle, self.end, BatchDivision(self.global_batch, None, 0, 1)
-        )
+        batch = BatchDivision(self.global_batch, None, 0, 1)
+        return EpochPlan(length, seed, shuffle, self.end, batch)
 
     @property
     def place(self) -> SamplePosition:
@@ -123,20 +116,12 @@ class LedgerSegment:
 
 @dataclass(frozen=True)
 class TrainingEnd:
-    """The end of the training: it is over in the writing process, and continues in no other.
+    """The end of the training: it is over in the writing process, and continues in no other."""
 
-    Attributes:
-        ended: The last stretch: the writer's own, or the one that made the loaded state if nothing
-            was trained since.
-        step: The last step of it that counts.
-        by: The writer's own stretch, whether or not it has begun.
-        generation: How often the run had been resumed.
-    """
-
-    ended: tuple[int, int]
-    step: int
-    by: tuple[int, int]
-    generation: int
+    ended: Name  # the last stretch: the writer's own, or that of the state it has loaded
+    step: int  # the last step of it that counts
+    by: Name  # the writer's own stretch, whether or not it has begun
+    generation: int  # how often the run had been resumed
 
 
 def parse_record(raw: dict[str, Any]) -> LedgerSegment | TrainingEnd:
@@ -144,14 +129,12 @@ def parse_record(raw: dict[str, Any]) -> LedgerSegment | TrainingEnd:
     fields = dict(raw)
     if (version := fields.pop("ledger", None)) != VERSION:
         raise ValueError(f"it has version {version}, this reads {VERSION}")
+    kind = TrainingEnd if "ended" in fields else LedgerSegment
     try:
-        record: LedgerSegment | TrainingEnd = restored(
-            TrainingEnd if "ended" in fields else LedgerSegment, fields
-        )
+        record: LedgerSegment | TrainingEnd = restored(kind, fields)
     except (KeyError, TypeError) as e:
-        raise ValueError(
-            f"neither the beginning of a stretch nor the end of a training: {e}"
-        ) from e
+        why = f"neither the beginning of a stretch nor the end of a training: {e}"
+        raise ValueError(why) from e
     except ValueError as e:
         raise ValueError(f"impossible values: {raw!s:.80}") from e
     return record
@@ -285,8 +268,6 @@ def _left_file(mark: Path, own: Path) -> Path | None:
                 return own.with_name(name)
     return None
 
-
-Name = tuple[int, int]  # name of a stretch
 
 PROCESS_TOKEN = secrets.token_hex(8)  # the token of this process in the names of its files
 
@@ -441,18 +422,10 @@ class LedgerWriter:
         self, name: Name, plan: EpochPlan, place: SamplePosition, rank: int, world_size: int
     ) -> None:
         assert self.name is not None
-        self._open_ledger().write_record(
-            LedgerSegment(
-                name=self.name,
-                stretch=name,
-                parent=self._parent,
-                **place._asdict(),
-                rank=rank,
-                world_size=world_size,
-                facts=plan.facts(),
-                end=plan.end,
-                global_batch=plan.batch.global_batch_size,
-                restored=None if self._is_replica else reporting.restored_step(),
-            )
-        )
+        restored_step = None if self._is_replica else reporting.restored_step()
+        head = LedgerSegment(
+            self.name, name, self._parent, place.step, place.epoch, place.position, rank,
+            world_size, plan.facts(), plan.end, plan.batch.global_batch_size, restored_step,
+        )  # fmt: skip
+        self._open_ledger().write_record(head)
         self._stretch, self._begun, self._step = name, True, place.step

@@ -381,9 +381,8 @@ def _weighted(tensors: Any, given: Any, weight: float) -> list[Any]:
 
 def _first_gradient(root: Any, weight: float) -> Any:
     if isinstance(root, GradientEdge):
-        raise InexactError(
-            "grad_tensors", None, "give the gradient of the GradientEdge: torch.ones"
-        )
+        remedy = "give the gradient of the GradientEdge: torch.ones"
+        raise InexactError("grad_tensors", None, remedy)
     if root.numel() != 1 or not root.requires_grad:
         return None  # torch refuses it, or has nothing to do
     return torch.full_like(root, weight, memory_format=torch.preserve_format)

@@ -276,10 +276,8 @@ class ElasticSampler:
                         f"nothing of epoch {self.epoch} was trained: iterate over a torch "
                         "DataLoader with batch_sampler=sampler, or over sampler.batches(loader)"
                     )
-                _log.warning(
-                    "epoch %d: the loop has ended before it trained an item: the last epoch",
-                    self.epoch,
-                )
+                text = "epoch %d: the loop has ended before it trained an item: the last epoch"
+                _log.warning(text, self.epoch)
                 return
         finally:
             _driven.discard(self)
@@ -513,12 +511,8 @@ class ElasticSampler:
         from hpc_elastic.data.plain_loop import PlainLoop  # it imports torch
 
         plan, place, items, num_loaded = self._plan, self._place, self._items, self._num_loaded
-        loop = self._loop = PlainLoop(
-            plan,
-            self._models if trains else None,
-            count=functools.partial(self._advance, 1),
-            is_new=not num_loaded,
-        )
+        models, count = self._models if trains else None, functools.partial(self._advance, 1)
+        loop = self._loop = PlainLoop(plan, models, count=count, is_new=not num_loaded)
         try:
             while size := plan.size(place.position):
                 loop.before_draw()
@@ -598,11 +592,8 @@ class ElasticSampler:
         if state["global_batch"] != (size := self._plan.batch.global_batch_size):
             _log.warning("the global batch was %d, and is %d now", state["global_batch"], size)
         if state.get("virtual_ranks") != (num := self._plan.batch.virtual_ranks):
-            _log.warning(
-                "virtual_ranks was %s, and is %s now: the training does not continue bit for bit",
-                state.get("virtual_ranks"),
-                num,
-            )
+            text = "virtual_ranks was %s, and is %s now: the training does not continue bit for bit"
+            _log.warning(text, state.get("virtual_ranks"), num)
 
     def _load(self, state: dict[str, Any]) -> None:
         self._plan.require_same_order(state)
@@ -613,16 +604,14 @@ class ElasticSampler:
         self._ledger.on_state_loaded(state["made_by"], self._place.step)
 
     def _state(self, place: SamplePosition) -> dict[str, Any]:
-        virtual_ranks = self._plan.batch.virtual_ranks
+        batch, inside = self._plan.batch, self._items.inside and self._replicas is None
         return {
             "version": _STATE_VERSION,
             **self._plan.facts(),
-            "global_batch": self._plan.batch.global_batch_size,
-            **({"virtual_ranks": virtual_ranks} if virtual_ranks else {}),
+            "global_batch": batch.global_batch_size,
+            **({"virtual_ranks": batch.virtual_ranks} if batch.virtual_ranks else {}),
             **place._asdict(),
-            "made_by": self._ledger.state_maker(
-                inside=self._items.inside and self._replicas is None
-            ),
+            "made_by": self._ledger.state_maker(inside=inside),
         }
 
     def _adopt(self, state: dict[str, Any]) -> SamplePosition:
@@ -707,14 +696,9 @@ class ElasticSampler:
                 self._advance(1)
 
         return GlobalBatch(
-            place.step + 1,
-            place.epoch,
-            plan.size(place.position),
-            begin=begin_batch,
-            load=self._items.next_item,
-            on_trained=on_trained,
-            virtual_ranks=self._virtual_ranks,
-        )
+            place.step + 1, place.epoch, plan.size(place.position), begin=begin_batch,
+            load=self._items.next_item, on_trained=on_trained, virtual_ranks=self._virtual_ranks,
+        )  # fmt: skip
 
 
 def _place(state: dict[str, Any]) -> SamplePosition:

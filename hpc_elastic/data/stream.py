@@ -50,6 +50,7 @@ from hpc_elastic.data.epoch_plan import End, EpochPlan, Order, hashed
 from hpc_elastic.data.sampler import ElasticSampler, ReplicaManager
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.shared_files import read_json, write_atomic
+from hpc_elastic.tree_codec import leaves, map_values
 from hpc_elastic.worker import process_group
 
 _log = logging.getLogger(__name__)
@@ -171,36 +172,25 @@ class ElasticStream(ElasticSampler):
             _log.warning(
                 "%.1f of this rank's workers read each shard, and skip each other's samples: "
                 "give a num_workers that divides %d, micro-batches of %d samples, or other lanes",
-                num_readers,
-                layout.period,
-                layout.run,
-            )
+                num_readers, layout.period, layout.run,
+            )  # fmt: skip
         if world_size > layout.batch_lanes:
             _log.warning(
                 "%d ranks share %d lanes of a batch, so several read the same shards: give more "
-                "shards, or more lanes if the reader can seek",
-                world_size,
-                layout.batch_lanes,
-            )
+                "shards, or more lanes if the reader can seek", world_size, layout.batch_lanes,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class StreamLayout:
-    """The place of each position of an epoch in the shards (pure).
-
-    Attributes:
-        batch_lanes: Number of lanes of a global batch.
-        period: Number of steps after which the same lanes recur.
-        run: Samples of a lane at a time.
-        window: Samples of a lane that are shuffled together; 0 for no shuffling.
-    """
+    """The place of each position of an epoch in the shards (pure)."""
 
     lengths: tuple[int, ...]
     seed: int
-    batch_lanes: int
-    period: int
-    run: int
-    window: int
+    batch_lanes: int  # lanes of a global batch
+    period: int  # steps after which the same lanes recur
+    run: int  # samples of a lane at a time
+    window: int  # samples of a lane that are shuffled together; 0 for no shuffling
 
     @classmethod
     def of(
@@ -480,24 +470,11 @@ def count_samples(
 def _digest(shards: Sequence[Any]) -> str:
     """Return a digest that changes with names and order of shards, but not if all are moved."""
     names = [_identity(shard) for shard in shards]
-    paths: list[str] = []
-
-    def collect(name: Any) -> None:
-        if isinstance(name, list):
-            for part in name:
-                collect(part)
-        elif isinstance(name, str) and "/" in name:
-            paths.append(name)
-
-    def relative(name: Any) -> Any:
-        if isinstance(name, list):
-            return [relative(part) for part in name]
-        return name.removeprefix(folder) if isinstance(name, str) else name
-
-    collect(names)
+    paths = [name for name in leaves(names) if isinstance(name, str) and "/" in name]
     common = os.path.commonprefix(paths)  # noqa: RUF071  # of any texts, URLs too
     folder = common[: common.rfind("/") + 1]
-    return hashlib.sha256(json.dumps(relative(names)).encode()).hexdigest()[:16]
+    relative = map_values(names, lambda n: n.removeprefix(folder) if isinstance(n, str) else n)
+    return hashlib.sha256(json.dumps(relative).encode()).hexdigest()[:16]
 
 
 def _identity(shard: Any) -> Any:

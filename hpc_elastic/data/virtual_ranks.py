@@ -40,8 +40,6 @@ from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.data.epoch_plan import EpochPlan
 from hpc_elastic.errors import ConfigError
 
-# ---- The tree of additions (pure)
-
 
 @cache
 def additions(first: int, last: int) -> frozenset[tuple[int, int, int]]:
@@ -79,9 +77,6 @@ def held_sums(ranks: range, num_ranks: int) -> list[PartialSum]:
     for rank in ranks:
         push(sums, PartialSum(rank, rank + 1), num_ranks)
     return sums
-
-
-# ---- The exchange
 
 
 class _Flat:
@@ -209,9 +204,6 @@ def broadcast(tensors: Sequence[torch.Tensor], process_group: Any) -> None:
             tensor.copy_(value.view_as(tensor))
 
 
-# ---- The buffers of a model
-
-
 class _Common(NamedTuple):
     """A buffer at the beginning of a step, and a copy of it."""
 
@@ -280,9 +272,6 @@ class _Buffers:
         return [buffers[name] for buffers, name in self._places]  # type: ignore[misc]
 
 
-# ---- A step
-
-
 class VirtualRanks:
     """The virtual ranks of a training of a bare module (`ElasticSampler.average_gradients`)."""
 
@@ -308,9 +297,8 @@ class VirtualRanks:
         with restored_generators():
             yield
         with torch.no_grad():
-            marks = self._exchange.average(
-                self._sums, [*self._has_gradient, *self._buffers.changed]
-            )
+            changed = [*self._has_gradient, *self._buffers.changed]
+            marks = self._exchange.average(self._sums, changed)
             average = self._sums[0].tensors or []
             self._sums = []
             for p, old, new, is_set in zip(self._parameters, before, average, marks, strict=False):

@@ -54,14 +54,11 @@ from hpc_elastic.worker.checkpoint_trigger import should_checkpoint
 _log = logging.getLogger(__name__)
 
 _NICENESS = 19  # of the thread that writes: it gets what the training leaves of the cores
-_CLEANED_UP_IN_S = 1.0
-"""A save that returns when it is committed waits so long for removals, which are sooner over."""
-_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
-"""Those of this process, until they are closed."""
+_CLEANED_UP_IN_S = 1.0  # a blocking save waits so long for removals, which are sooner over
+_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()  # of this process
 _numbers: dict[Path, itertools.count[int]] = {}
 """Counts the saves of each directory, so that no two share a staging folder."""
-_restored: dict[Path, int] = {}
-"""The step that this process has last restored from each directory; -1: there was none."""
+_restored: dict[Path, int] = {}  # last step by directory; -1: there was none
 
 
 class Checkpointer:
@@ -156,8 +153,7 @@ class Checkpointer:
         self._comparer = Comparer(self._planner, self._group)
         num_bytes = self._expected_bytes(flat)
         self._comparer.compare_structure(flat)
-        self._mismatch: CheckpointMismatchError | None = None
-        """What the last save was refused for; not raised yet."""
+        self._mismatch: CheckpointMismatchError | None = None  # of the last save, not raised yet
         self._compares = False  # whether the next save compares numbers even out of turn
         self._memory: MemoryStore | None = None
         if memory_tier is not None:
@@ -168,14 +164,12 @@ class Checkpointer:
         )  # fmt: skip
         self._snapshots = Snapshots()
         self._save: Save | None = None
-        self._has_no_memory = False
-        """Whether there was no memory for a snapshot, which is logged once."""
+        self._has_no_memory = False  # for a snapshot, which is logged once
         self._is_remembered = False  # whether the directory is recorded for the run
         self._numbers = _numbers.setdefault(store.directory, itertools.count())
         if self._options.boundary:
             optimizer_steps.watch()
-        self._overwritten = set[str]()
-        """Tensors of the state in which a failed restore has left other numbers."""
+        self._overwritten = set[str]()  # tensors in which a failed restore has left other numbers
         self._complete: tuple[object, int] = None, 0
         """The plan, and the number of optimizers that had stepped, when nothing was missing."""
         _open.add(self)

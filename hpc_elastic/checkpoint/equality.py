@@ -50,8 +50,7 @@ _EVERY = 10  # each save whose number is a multiple of this compares numbers
 _RUNS, _RUN = 5, 12  # runs of elements in a sample, and elements of a run
 _SHIFT = 7919  # elements by which runs are moved from one save to the next
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_INEXACT = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Types whose numbers can drift apart in replicas."""
+_INEXACT = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # replicas drift apart
 _SAMPLE = struct.Struct("<Iff")
 """Of a tensor: a checksum of the sampled bytes, the sum of its numbers with alternating signs, and
 the sum of their absolute values; that is -1 where numbers that are only close are not equal."""

@@ -45,8 +45,7 @@ T = TypeVar("T")
 class Chunk:
     """One stored box of a tensor."""
 
-    offsets: tuple[int, ...]
-    """Where it begins in the whole tensor, in elements; as many as the tensor has dimensions."""
+    offsets: tuple[int, ...]  # where it begins in the whole tensor, in elements, by dimension
     sizes: tuple[int, ...]
     file: str  # name of the safetensors file, in the checkpoint's folder
     name: str
@@ -60,8 +59,7 @@ class TensorEntry:
     """A tensor of the state."""
 
     shape: tuple[int, ...]  # of the whole tensor, over all ranks
-    dtype: str
-    """As torch prints it, without ``torch.``, such as ``bfloat16``."""
+    dtype: str  # as torch prints it, without ``torch.``, such as ``bfloat16``
     chunks: tuple[Chunk, ...]
 
 
@@ -71,25 +69,19 @@ class FileEntry:
 
     name: str
     num_bytes: int
-    checksum: str
-    """``xxh3_64:`` and sixteen hexadecimal digits."""
+    checksum: str  # ``xxh3_64:`` and sixteen hexadecimal digits
 
 
 @dataclass(frozen=True)
 class Described:
     """What one rank has of that which is stored once."""
 
-    structure: Mapping[str, str]
-    """A checksum of the names, shapes and types of the tensors, by key of the state."""
-    names: tuple[str, ...] = ()
-    """Name, type and shape of each tensor, in order: where they are new, and of rank 0."""
-    samples: str = ""
-    """Of the tensors in the order of their names, as base64; empty if this save compares none."""
-    holders: tuple[int, ...] = ()
-    """The first rank that holds the same part of each of them; -1: it is not compared."""
+    structure: Mapping[str, str]  # checksums of names, shapes and types, by key
+    names: tuple[str, ...] = ()  # of tensors, with type and shape: where new, and of rank 0
+    samples: str = ""  # of the tensors by name, as base64; empty if this save compares none
+    holders: tuple[int, ...] = ()  # first rank with the same part; -1: not compared
     values: Mapping[str, Any] = field(default_factory=dict)
-    """What is no tensor, by key of the state; with the samples. A checksum stands for what is long
-    (`checksum_mark`)."""
+    """What is no tensor, by key of the state; with the samples. Of what is long, a checksum."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +100,7 @@ class RankPart:
     own: Mapping[str, str] = field(default_factory=dict)
     """Checksums of the tensors that each rank stores for itself, by the name that all ranks have;
     in ``tensors`` they stand as `own_name` has it."""
-    described: Described | None = None
-    """What is compared with the other ranks; None if there are none."""
+    described: Described | None = None  # None if there are no other ranks
 
     def to_json(self) -> str:
         """Return the text of the rank's part file."""
@@ -143,8 +134,7 @@ class Manifest:
     tensors: Mapping[str, TensorEntry]  # by name; those that each rank has for itself by `own_name`
     values: Mapping[str, Any]  # rank 0's; see `RankPart.values`
     rank_values: Mapping[int, Mapping[str, Any]]
-    run: str = ""
-    """The run that wrote it; empty if unknown, as in those of hpc_elastic 0.2.0 (`owner`)."""
+    run: str = ""  # its writer; empty if unknown, as in those of hpc_elastic 0.2.0 (`owner`)
 
     def to_json(self) -> str:
         """Return the text of ``manifest.json``."""
@@ -183,7 +173,6 @@ class Manifest:
 
     @cached_property
     def _own_names(self) -> dict[int, dict[str, str]]:
-        """The names made by `own_name`, by rank and by what they were made of."""
         found: dict[int, dict[str, str]] = {}
         for name in self.tensors:
             if "~rank" in name and (m := _OWN_NAME.fullmatch(name)):

@@ -60,8 +60,7 @@ _log = logging.getLogger(__name__)
 
 _GATHERED_BYTES = 16 << 20
 
-Needed = Callable[[Manifest], Collection[str]]
-"""Returns which files of a checkpoint this rank has to read."""
+Needed = Callable[[Manifest], Collection[str]]  # which files of it this rank has to read
 
 
 @dataclass(frozen=True)

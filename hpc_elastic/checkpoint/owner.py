@@ -205,17 +205,12 @@ class RankGroup:
     """The ranks that save and restore together; every method is for all of them (collective).
 
     The constructor of a `Checkpointer` and `load_latest` call them; a save needs none.
-
-    Attributes:
-        token: Distinguishes this group's staging folders from those of every other group, of
-            this run or of another: lower-case letters and digits.
-        run: Rank 0's run; `NO_RUN` outside of one.
     """
 
     rank: int
     world_size: int
-    token: str
-    run: str = NO_RUN
+    token: str  # in the names of staging folders: letters and digits that no other group has
+    run: str = NO_RUN  # rank 0's
 
     @classmethod
     def current(cls) -> RankGroup:

@@ -75,8 +75,7 @@ class Cleaning:
     directory: Path
     kept: list[int]  # the good steps that stay, newest first
     damaged: Mapping[int, str]  # what is wrong with those that were read and are not good, by step
-    going: list[RemovableFolder]
-    """What goes: old checkpoints first, then leftovers of aborted saves."""
+    going: list[RemovableFolder]  # old checkpoints first, then leftovers of aborted saves
 
 
 def plan_cleaning(

@@ -68,11 +68,9 @@ class SaveContext:
     rule: Retention
     timeout_s: float  # how long one rank waits for another
     cleaner: Cleaner
-    damaged: set[int] = field(default_factory=set)
-    """Steps that did not verify when the state was restored."""
+    damaged: set[int] = field(default_factory=set)  # steps that did not verify
     memory: MemoryStore | None = None  # the nodes' memory; None without a memory tier
-    remarks: set[str] = field(default_factory=set)
-    """What harmless differences between the ranks were about that were logged already."""
+    remarks: set[str] = field(default_factory=set)  # what was logged already
 
     def remark(self, what: str, text: str) -> None:
         """Log a harmless difference between the ranks once."""
@@ -286,7 +284,6 @@ class Save:
         return {".", *names_in(self.folder)} if is_there(self.folder) else set()
 
     def _failed_rank(self, names: Container[str], ranks: Iterable[int]) -> CheckpointError | None:
-        """Return which of the ranks gave up, and why; None if none of them did."""
         for rank in ranks:
             name = f"failed-{rank}.json"
             if name in names:

@@ -138,8 +138,7 @@ class HostSnapshot:
     """What a rank saves, held still: it does not change while it is written."""
 
     layout: ShardLayout
-    data: Sequence[memoryview]
-    """The bytes of the pieces, in their order: all in one, or one for each."""
+    data: Sequence[memoryview]  # bytes of the pieces, in order: all in one, or one for each
     values: Mapping[str, Any]
     rank_values: Mapping[str, Any] = field(default_factory=dict)
     described: Described | None = None

@@ -94,12 +94,9 @@ def decode(value: Any) -> Any:
 class Flat:
     """A state, taken apart."""
 
-    values: dict[str, Any] = field(default_factory=dict)
-    """JSON by the state's keys; see `tree_codec`."""
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By name; they share their memory with the state."""
-    first: set[str] = field(default_factory=set)
-    """Names of what modules have besides parameters: it counts as rank 0 has it."""
+    values: dict[str, Any] = field(default_factory=dict)  # JSON by key; see `tree_codec`
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # by name, in the state's memory
+    first: set[str] = field(default_factory=set)  # of modules, beside parameters: as rank 0 has it
     own: set[str] = field(default_factory=set)  # names of the tensors that each rank has for itself
     rank_values: dict[str, Any] = field(default_factory=lambda: {kind: {} for kind in OWN_KINDS})
     """What each rank has for itself, as `RankPart.rank_values`."""
@@ -193,8 +190,7 @@ class Filling:
     items: dict[str, Any]  # the objects, by key
     trees: dict[str, Any]  # what was saved of them, with a `Ref` for each tensor
     present: Flat  # what they are now
-    tensors: dict[str, torch.Tensor]
-    """To be filled: present ones, or new ones for a fresh optimizer."""
+    tensors: dict[str, torch.Tensor]  # to be filled: present ones, or new ones for an optimizer
     into: dict[str, torch.Tensor]
     """The same, as they are read: of a tensor that this rank has for itself, what is in memory."""
     manifest: Manifest  # of the checkpoint, as this rank has it
@@ -391,8 +387,7 @@ def _require_no_flat_parameters(path: str, item: object) -> None:
         raise InexactError(f"state: {path}", type(item), remedy)
 
 
-_FLATTENED = "_fsdp_flattened"
-"""torch's mark on parameters of FSDP1 (`torch.distributed.fsdp._common_utils`)."""
+_FLATTENED = "_fsdp_flattened"  # torch's mark (`torch.distributed.fsdp._common_utils`)
 
 
 def _is_stateful(item: object) -> bool:
@@ -429,7 +424,7 @@ def _bare_names(module: torch.nn.Module) -> Callable[[str], str]:
 
 
 def _with_present_names(saved: Any, present: Any, renamed: dict[str, str]) -> Any:
-    """Return a saved tree in which tensors whose names differ by wrappers only have the present's.
+    """Rename tensors of a saved tree whose names differ from the present's by wrappers only.
 
     ``renamed`` gets the present name of such a tensor by the name in the checkpoint.
     """
@@ -600,7 +595,6 @@ def _schedule_of(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _is_known(item: object) -> bool:
-    """Return whether nothing that is trained can be hidden in an object of the state."""
     kinds = (
         torch.nn.Module | torch.optim.Optimizer | LRScheduler | torch.Tensor | torch.amp.GradScaler
     )

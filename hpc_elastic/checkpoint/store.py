@@ -338,7 +338,7 @@ def problems_of(
 
 
 def _layout_problem(path: Path, pieces: Mapping[str, int]) -> str | None:
-    """Return what differs in the header of a file from its boxes by the manifest, in bytes."""
+    """Return what differs in the header of a file from its boxes by the manifest."""
     if not pieces:
         return None
     try:

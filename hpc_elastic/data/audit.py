@@ -297,8 +297,7 @@ def _covered(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> tuple[int, 
 class LedgerGroup:
     """One stretch in the ledgers of all its ranks."""
 
-    heads: dict[int, LedgerSegment] = field(default_factory=dict)
-    """By rank; a missing rank has written nothing."""
+    heads: dict[int, LedgerSegment] = field(default_factory=dict)  # by rank that has written
     spans: dict[int, Spans] = field(default_factory=dict)  # by rank
 
     @property
@@ -363,8 +362,7 @@ class SamplerHistory:
     """The ledger of one sampler, of all its groups."""
 
     groups: dict[Name, LedgerGroup] = field(default_factory=dict)  # its stretches, by name
-    ends: list[TrainingEnd] = field(default_factory=list)
-    """The ends of the training by its processes."""
+    ends: list[TrainingEnd] = field(default_factory=list)  # of the training, by process
 
     def training_end(self, generation: int) -> TrainingEnd | None:
         """Return the end of the training; None if a later group has trained since."""

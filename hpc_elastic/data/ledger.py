@@ -79,8 +79,7 @@ FLUSH_S = 10.0  # shortest time between two writes, apart from saves
 _log = logging.getLogger(__name__)
 
 
-Name = tuple[int, int]
-"""Of a stretch: (entry or quorum, number of states loaded)."""
+Name = tuple[int, int]  # of a stretch: (entry or quorum, number of states loaded)
 
 
 @dataclass(frozen=True)

@@ -39,29 +39,20 @@ from hpc_elastic.worker import optimizer_steps
 
 _loops: list[PlainLoop] = []  # those that train and have not ended
 _trained: list[weakref.ref[TrainedModels]] = []  # the `TrainedModels` of this process
-_thread = threading.local()
-"""Whether this thread is in a ``backward()`` that has its weight."""
+_thread = threading.local()  # whether this thread is in a ``backward()`` that has its weight
 _PIPELINE = "torch.distributed.pipelining._backward"
 
 
 class TrainedModels:
-    """The models of a sampler's plain loops, and what is known of their training.
-
-    Attributes:
-        has_stepped: Whether an optimizer has stepped since the first ``backward()``.
-        holds_rest: Whether gradients may be held that belong to items of an epoch that has ended.
-        is_in_step: Whether a ``backward()`` came before the second draw, so nothing draws ahead.
-        left_loop: A loop that was left with items whose gradients may be held.
-    """
+    """The models of a sampler's plain loops, and what is known of their training."""
 
     def __init__(self) -> None:
         self._models = WeakSet[Any]()
-        self.has_stepped = False
-        self.holds_rest = False
-        self.is_in_step = False
-        self.left_loop: PlainLoop | None = None
-        self._versions: list[int] | None = None
-        """Those of the parameters before the first ``backward()``; None before it."""
+        self.has_stepped = False  # whether an optimizer has since the first ``backward()``
+        self.holds_rest = False  # whether gradients of an epoch that has ended may be held
+        self.is_in_step = False  # a ``backward()`` came before the second draw: none draws ahead
+        self.left_loop: PlainLoop | None = None  # with items whose gradients may be held
+        self._versions: list[int] | None = None  # before the first ``backward()``
 
     def add(self, model: Any) -> None:
         """Add a model, and let every ``backward()`` pass here."""
@@ -155,13 +146,11 @@ class PlainLoop:
         self.plan, self._models, self._count, self._is_new = plan, models, count, is_new
         self.has_ended = False
         self.num_drawn = 0
-        self.begin: SamplePosition | None = None
-        """The position before the present item; None while there is none."""
+        self.begin: SamplePosition | None = None  # before the present item
         self.weight = 1.0
         self._loader_thread = 0
         self._num_open = 0  # items that do not count yet
-        self._num_waiting = 0
-        """Of these, up to the last that had a ``backward()``."""
+        self._num_waiting = 0  # of these, up to the last that had a ``backward()``
         self._had_backward = False  # whether the present item had one
         if models is not None:
             _loops.append(self)

@@ -406,9 +406,9 @@ class ElasticSampler:
             optimizer_steps.watch()
 
     def _is_beside_another(self) -> bool:
-        """Return whether this one's epochs repeat in those of another sampler that is trained.
+        """Return whether this one's epochs repeat in those of another sampler (`zip`).
 
-        It is drawn with the other's (`zip`): a loop without an item would end the other one's, too.
+        A loop without an item would end the other one's, too.
         """
         if self._num_epochs is None and any(other is not self for other in _driven):
             return True
@@ -717,8 +717,8 @@ class _UnsteppedBatches:
 
     Once an optimizer has stepped with a batch, the next ones wait for it, too: a state that is
     taken before ``optimizer.step()`` does not hold them, as the parameters do not. The first one
-    waits where there is an optimizer of torch. Without one, a batch counts when its micro-batches
-    have ended.
+    waits where there is an optimizer of torch. Else a batch counts when its micro-batches have
+    ended.
     """
 
     def __init__(self) -> None:
@@ -749,7 +749,6 @@ class _UnsteppedBatches:
             self._begin = begin
 
     def clear(self) -> None:
-        """Wait for nothing: an epoch has ended, a state was loaded, or a step is known."""
         self._begin = None
 
 
@@ -811,10 +810,8 @@ class MicroBatchDraws:
 
     torchdata's StatefulDataLoader takes the state of this iterator right after each draw, and
     returns it once the micro-batch of that draw has been yielded. So its state is the progress of
-    the loop, and not how far the workers have read ahead.
-
-    ``save`` returns the sampler's state at a position; ``adopt`` loads a state if it is newer than
-    the sampler's, and returns the resulting position.
+    the loop, and not how far the workers have read ahead. ``adopt`` loads a state that is newer
+    than the sampler's, and returns the resulting position.
     """
 
     def __init__(

@@ -215,9 +215,8 @@ class _Common(NamedTuple):
 class _Buffers:
     """The buffers of a model. Those that do not change cost a comparison of two numbers.
 
-    torch counts the changes of a tensor, but not those that batch normalisation makes. So the
-    buffers of its modules, and those whose content the first step has changed, always count as
-    ``changed``.
+    torch counts the changes of a tensor, but not those by batch normalisation. So the buffers of
+    its modules, and those that the first step has changed, always count as ``changed``.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -235,7 +234,6 @@ class _Buffers:
         self.changed = [False] * len(found)
 
     def begin_step(self) -> None:
-        """Copy those that are not as they were copied before."""
         for i, (buffer, common) in enumerate(zip(self._now(), self._common, strict=True)):
             if common is None or self._has_changed(i, buffer, common):
                 self._common[i] = _Common(buffer, buffer._version, buffer.clone())
@@ -371,7 +369,6 @@ class VirtualRanks:
 
 
 def _require_bare(model: nn.Module) -> None:
-    """Accept a module whose gradients nothing else exchanges; else raise ConfigError."""
     for module in model.modules():
         if isinstance(module, SyncBatchNorm):
             remedy = "its statistics depend on the number of workers: use BatchNorm"

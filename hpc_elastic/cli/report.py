@@ -166,13 +166,9 @@ def render(report: Report, form: str) -> bytes:
     values = report.to_json()
     if form == "json":
         return (json.dumps(values) + "\n").encode()
-    if form == "png":
-        from hpc_elastic.report.page import png
+    from hpc_elastic.report import page
 
-        return png(values)
-    from hpc_elastic.report.page import html
-
-    return html(values).encode(errors="replace")
+    return page.png(values) if form == "png" else page.html(values).encode(errors="replace")
 
 
 def _write(output: Path, content: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -137,17 +138,14 @@ def _table(rows: Sequence[Finding]) -> Table:
 
 def _summary(findings: Sequence[Finding]) -> RenderableType:
     bad = [f for f in findings if f.verdict is not Verdict.OK]
-    numbers = {v: sum(f.verdict is v for f in findings) for v in Verdict}
+    numbers = Counter(f.verdict for f in findings)
     if not bad:
         return Text(f"All is well: {counted(len(findings), 'check')}.", style="bold green")
     parts = [f"{numbers[Verdict.OK]} passed"]
-    for verdict, one, many in (
-        (Verdict.FAIL, "failed", "failed"),
-        (Verdict.WARN, "warning", "warnings"),
-        (Verdict.UNKNOWN, "unknown", "unknown"),
-    ):
-        if numbers[verdict]:
-            parts.append(counted(numbers[verdict], one, many))
+    words = {Verdict.FAIL: "failed", Verdict.WARN: "warnings", Verdict.UNKNOWN: "unknown"}
+    for verdict, many in words.items():
+        if num := numbers[verdict]:
+            parts.append(counted(num, many.removesuffix("s"), many))
     head = Text(", ".join(parts), style="bold")
     return Group(head, *map(_advice, sorted(bad, key=lambda f: _ORDER.index(f.verdict))))
 

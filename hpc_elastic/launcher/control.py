@@ -41,15 +41,8 @@ from typing import Any
 from hpc_elastic.config.resolve import put, read_env_file, read_override, resolve
 from hpc_elastic.config.schema import RunSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError, SlurmError, SubmissionError
-from hpc_elastic.launcher import submit
+from hpc_elastic.launcher import run_handle, submit
 from hpc_elastic.launcher.plan import Plan, RunRequest
-from hpc_elastic.launcher.run_handle import (
-    COMMANDS,
-    RunHandle,
-    SubmittedJobs,
-    mark_cancelled,
-    read_result_status,
-)
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.log_entry import LogEntry, resume_entry
 from hpc_elastic.rendezvous.term import make_term_folder
@@ -87,7 +80,8 @@ class CancelTarget:
         """
         run = RunDir(path)
         spec = ownership.load_own(run, run.event_logs)
-        return cls(run, spec, read_result_status(run), Scheduler(run, spec).list_live_tasks())
+        left = Scheduler(run, spec).list_live_tasks()
+        return cls(run, spec, run_handle.read_result_status(run), left)
 
     def __str__(self) -> str:
         """Return a summary of the tasks."""
@@ -139,11 +133,11 @@ def cancel(
     run, spec = target.run, target.spec
     scheduler = scheduler or Scheduler(run, spec)
     scheduler.require_own_jobs(target.left)
-    mark_cancelled(run, warn)
+    run_handle.mark_cancelled(run, warn)
     left = _end_tasks(scheduler, target, wait_s, warn)
     if spec.settings.backend == "slurm":  # other runs may stay away until its nodes are free
         QueuePolicy(run, spec, None, SlurmClient()).end_run()
-    if read_result_status(run) is not None:
+    if run_handle.read_result_status(run) is not None:
         run.cancelled.unlink(missing_ok=True)  # it has ended by itself in the meantime
     return left
 
@@ -229,7 +223,7 @@ class Resumption:
         """Folder of the files of the earlier end."""
         return self.run.path / f"before-resume.{self.spec.generation}"
 
-    def to_json(self, jobs: SubmittedJobs, *, log: Path | None) -> dict[str, Any]:
+    def to_json(self, jobs: run_handle.SubmittedJobs, *, log: Path | None) -> dict[str, Any]:
         """Return what `hpc-elastic resume --json` prints."""
         return {
             "run_id": self.spec.run_id,
@@ -243,7 +237,7 @@ class Resumption:
         }
 
 
-def resume(path: Path, overrides: Sequence[str]) -> tuple[Resumption, RunHandle]:
+def resume(path: Path, overrides: Sequence[str]) -> tuple[Resumption, run_handle.RunHandle]:
     """Resume a run that has stopped, with other ``nodes``, ``nproc_per_node`` or ``launcher.*``.
 
     Raises RunDirectoryError if the run has tasks, has succeeded, is another user's, or cannot be
@@ -282,7 +276,7 @@ def require_stopped(run: RunDir, spec: RunSpec) -> None:
     """Raise RunDirectoryError for a run that has succeeded or has tasks; SlurmError if unknown."""
     _, last = _last_entry(run)
     ending = None if last is None or last.ending is None else last.ending.status
-    if "succeeded" in (read_result_status(run), ending):
+    if "succeeded" in (run_handle.read_result_status(run), ending):
         remedy = "there is nothing to resume; to train on, submit a run that loads its checkpoint"
         raise RunDirectoryError(f"{run.path} has succeeded: {remedy}", remedy=remedy)
     left = Scheduler(run, spec).list_live_tasks()
@@ -391,9 +385,9 @@ def _resumed_by_another(run: RunDir) -> SubmissionError:
     return SubmissionError(f"{run.path} is being resumed by another process: {remedy}")
 
 
-def _record(resumption: Resumption, jobs: SubmittedJobs) -> RunHandle:
+def _record(resumption: Resumption, jobs: run_handle.SubmittedJobs) -> run_handle.RunHandle:
     run = resumption.run
-    EventLog(run.events(COMMANDS), COMMANDS).write(
+    EventLog(run.events(run_handle.COMMANDS), run_handle.COMMANDS).write(
         "resume",
         user=registry.user(),
         host=socket.gethostname(),

@@ -43,15 +43,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, ValueNode, base, open_d
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from hpc_elastic._util import hydra_release
-from hpc_elastic.config.frozen import (
-    FROZEN_FILE,
-    Encoder,
-    Frozen,
-    Interpolation,
-    Recorder,
-    decode,
-    whole_config,
-)
+from hpc_elastic.config import frozen
+from hpc_elastic.config.frozen import Encoder, Frozen, Interpolation
 from hpc_elastic.config.resolve import resolve
 from hpc_elastic.config.schema import TOP_LEVEL, RunSettings
 from hpc_elastic.errors import ConfigError, HpcElasticError
@@ -206,8 +199,8 @@ class Batch:
         """Return the JobReturn of a run that has ended, after Hydra's callbacks of that name."""
         returned = _job_return(job)
         returned.return_value = end.value
-        returned.cfg = decode(job.task)
-        returned.hydra_cfg = whole_config(Frozen({}, {}), job.hydra)
+        returned.cfg = frozen.decode(job.task)
+        returned.hydra_cfg = frozen.whole_config(Frozen({}, {}), job.hydra)
         if end.error is not None:
             returned.status = JobStatus.FAILED
             returned.return_value = hide_traceback(end.error)
@@ -223,19 +216,6 @@ def _job_return(job: FrozenJob) -> JobReturn:
     return JobReturn(overrides=overrides, working_dir=folder, task_name=name, status=status)
 
 
-# ---- composition, with shared work for jobs that are alike
-#
-# Hydra composes each job's config from scratch: it reads the YAML of every group again, which takes
-# about 50 ms per job, and does so twice, since the sweeper composes every job to validate it. That
-# is 20 s for a sweep of 200. Jobs of a sweep mostly differ in values (``lr=0.1``) and not in groups
-# (``model=large``), and Hydra applies values after it has merged all groups. So jobs with the same
-# groups share that merge, and consecutive jobs the values that they have in common. What remains
-# per job is a copy of the nodes that it changes, and its own values. The sweeper's validation
-# changes nothing, so the launcher gets the same config object again.
-#
-# The result is checked against Hydra: when a second job has the same groups, the first is composed
-# both ways. If the two differ, or the overrides are unusual, Hydra composes every job in full.
-
 _REMEMBERED = 1000
 """Most configs that are kept from the sweeper's validation for the launcher."""
 _WORKERS_ONLY = "HPC_ELASTIC_WORKERS_ONLY"
@@ -245,7 +225,20 @@ _PLAIN = (OverrideType.CHANGE, OverrideType.ADD, OverrideType.FORCE_ADD)
 
 
 class SweepComposer:
-    """Composes the jobs of a sweep; ``master`` is the config of the whole (login node)."""
+    """Composes the jobs of a sweep, with shared work for jobs that are alike.
+
+    Hydra composes each job's config from scratch: it reads the YAML of every group again, which
+    takes about 50 ms per job, and does so twice, since the sweeper composes every job to validate
+    it. That is 20 s for a sweep of 200. Jobs mostly differ in values (``lr=0.1``) and not in groups
+    (``model=large``), and Hydra applies values after it has merged all groups. So jobs with the
+    same groups share that merge, and consecutive jobs the values that they have in common. What
+    remains per job is a copy of the nodes that it changes, and its own values. The sweeper's
+    validation changes nothing, so the launcher gets the same config object again.
+
+    The result is checked against Hydra: when a second job has the same groups, the first is
+    composed both ways. If the two differ, or the overrides are unusual, Hydra composes every job in
+    full. ``master`` is the config of the whole.
+    """
 
     def __init__(self, loader: Any, master: DictConfig) -> None:
         self._loader = loader
@@ -504,7 +497,7 @@ class FrozenJob:
 
     def config(self) -> DictConfig:
         """Return both in one, for callbacks."""
-        return whole_config(self.task, self.hydra)
+        return frozen.whole_config(self.task, self.hydra)
 
 
 @contextmanager
@@ -555,7 +548,7 @@ def freeze_job(
         "config.yaml": shared.texts(task.values),
         "hydra.yaml": shared.texts(hydra.values, "hydra"),
         "overrides.yaml": [to_yaml(list(overrides))],
-        FROZEN_FILE: [shared.types(task, hydra), f"{json.dumps([*map(vars, calls)])}}}"],
+        frozen.FROZEN_FILE: [shared.types(task, hydra), f"{json.dumps([*map(vars, calls)])}}}"],
     }
     return FrozenJob(RunRequest(folder, settings, entry, overrides, files), task, hydra)
 
@@ -577,7 +570,7 @@ class SharedSections:
     """
 
     def __init__(self) -> None:
-        self.recorder = Recorder()
+        self.recorder = frozen.Recorder()
         self._sections: dict[str, _Section] = {}
         self._text: dict[tuple[str, ...], tuple[Any, str, str]] = {}
         self._types: tuple[list[Any], str] = ([], "")

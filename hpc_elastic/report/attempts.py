@@ -56,10 +56,9 @@ class TaskAttempt:
         kind, time = event["kind"], time_of(event)
         self.host = self.host or str(event.get("host") or "")
         self.last = max(self.last, time)
-        if kind == "workers_stopped":
-            self.stopped[event["round"]] = event
-        elif kind == "first_step":
-            self.first_steps[event["round"]] = event
+        if kind in ("workers_stopped", "first_step"):
+            of_kind = self.stopped if kind == "workers_stopped" else self.first_steps
+            of_kind[event["round"]] = event
         elif kind == "task" and self.started is None:
             made = event.get("started")
             self.started, self.begin = time, time if made is None else min(time, float(made))

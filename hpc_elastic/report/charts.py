@@ -32,6 +32,11 @@ MOST_LANES = 150  # largest number of nodes that are drawn
 _LANE = ((20, 20), (40, 13), (MOST_LANES, 7))  # up to that many lanes -> height of one in pixels
 LOST = ("node_lost", "agent_failed", "silence")  # ends of attempts that had no time to save
 _CROSS = "M-1,-1L1,1M1,-1L-1,1"
+QUEUE = "queue"
+SPENT_ON = {**KINDS, QUEUE: "tasks wait for a node; no node is held"}
+"""Kinds of time with a colour of their own, in the order of the bars, and their meanings."""
+_COLOUR = {"field": "kind", "type": "nominal", "scale": {"domain": list(SPENT_ON)}, "legend": None}
+_TIME = {"field": "time", "type": "temporal", "scale": {"type": "utc"}}  # of a second layer
 
 
 @dataclass(frozen=True)
@@ -80,15 +85,11 @@ def _bar(report: Values) -> Chart | None:
         "x": {"field": "time", "type": "quantitative", "title": f"node-{unit}",
               "scale": {"nice": False}, "axis": {"tickCount": {"expr": "max(3, width / 90)"}}},
         "order": {"field": "at", "type": "quantitative"},
-        "color": _kinds(),
+        "color": _COLOUR,
         "tooltip": [{"field": "kind"}, {"field": "said", "title": "time"}],
     }  # fmt: skip
     spec = {"data": {"values": rows}, "mark": {"type": "bar"}, "encoding": encoding}
     return Chart("bar", spec, 28 * len({row["row"] for row in rows}))
-
-
-def _kinds() -> Spec:
-    return {"field": "kind", "type": "nominal", "scale": {"domain": list(SPENT_ON)}, "legend": None}
 
 
 Lanes = Mapping[tuple[str, str], str]  # host and task -> the name of its lane, in order
@@ -136,7 +137,7 @@ def _lanes(report: Values, begin: float) -> Chart | None:
             "transform": [*moments, told],
             "mark": {"type": "bar", "height": {"band": 0.86}},
             "encoding": {"y": y, "x": {**_TIME, "field": "begin_ms"}, "x2": {"field": "drawn_ms"},
-                         "color": _kinds(),
+                         "color": _COLOUR,
                          "tooltip": [{"field": name} for name in ("node", "task", "kind", "when")],
                          }}  # fmt: skip
     ends = {"data": {"values": list(_ends(report, names))},
@@ -259,7 +260,11 @@ def values_of(report: Values, key: str) -> list[tuple[float, float]]:
 
 
 def _line(report: Values, begin: float, points: Points, name: str, title: str, scale: Spec) -> Spec:
-    drawn = _with_falls(points) if name == "step" else _with_gaps(report, points)
+    if name == "step":  # the line falls where the training resumed from an earlier step
+        falls = [(t, before) for (_, before), (t, step) in pairwise(points) if step < before]
+        drawn = series(sorted([*falls, *points], key=itemgetter(0)), _COLUMNS)
+    else:
+        drawn = _with_gaps(report, points)
     values = [(round(t - begin, 1), y) for t, y in drawn]
     return {
         "data": _table(values, ("seconds", name)),
@@ -277,21 +282,14 @@ def _line(report: Values, begin: float, points: Points, name: str, title: str, s
     }  # fmt: skip
 
 
-def _with_falls(points: Points) -> Iterable[tuple[Any, ...]]:
-    """Return a line that falls where the training resumed from an earlier step."""
-    falls = [(t, before) for (_, before), (t, step) in pairwise(points) if step < before]
-    return series(sorted([*falls, *points], key=lambda point: point[0]), _COLUMNS)
-
-
-def _with_gaps(report: Values, points: Points) -> Iterable[tuple[Any, ...]]:
+def _with_gaps(report: Values, points: Points) -> list[tuple[Any, ...]]:
     """Return a line with visible gaps, by a point without a value, where nothing was trained."""
     progress, times = report["progress"], [t for t, _ in points]
     counts = any(p["step"] is not None for p in progress)
-    pauses = [
-        p["time"] for p in progress if p["phase"] != TRAINING or (counts and p["step"] is None)
-    ]
+    pauses = (p for p in progress if p["phase"] != TRAINING or (counts and p["step"] is None))
     shortest_s = (times[-1] - times[0]) / _COLUMNS
-    after = {bisect_right(times, t): t for t in pauses if times[0] < t < times[-1]}
+    inside = (p["time"] for p in pauses if times[0] < p["time"] < times[-1])
+    after = {bisect_right(times, t): t for t in inside}
     gaps = {i: t for i, t in after.items() if times[i] - times[i - 1] > shortest_s}
     edges = [point for i in gaps for point in points[i - 1 : i + 1]]
     drawn = {*series(points, _COLUMNS), *edges, *((t, None) for t in gaps.values())}
@@ -326,14 +324,11 @@ def _checkpoints(report: Values) -> Spec:
     drawn = announced[:: -(-len(announced) // _MARKS) or 1]
     values = [{"time": clock_ms(c["time"]), "step": c["step"],
                "checkpoint": f"of step {number(c['step'])}"} for c in drawn]  # fmt: skip
+    place = {"x": _TIME, "y": {"field": "step", "type": "quantitative"}}
     return {
         "data": {"values": values},
         "mark": {"type": "circle", "size": 8 if len(values) > 50 else 16},
-        "encoding": {
-            "x": _TIME,
-            "y": {"field": "step", "type": "quantitative"},
-            "tooltip": [{"field": "checkpoint"}],
-        },
+        "encoding": {**place, "tooltip": [{"field": "checkpoint"}]},
     }
 
 
@@ -350,9 +345,6 @@ def _axis(report: Values, begin: float) -> Spec:
         "axis": {"labelOverlap": "greedy", "tickCount": {"expr": "max(3, width / 110)"},
                  "labelFlush": True, "format": "%b %d %H:%M" if length_s > 18 * 3600 else clock},
     }  # fmt: skip
-
-
-_TIME = {"field": "time", "type": "temporal", "scale": {"type": "utc"}}  # of another layer
 
 
 def _table(rows: Iterable[Sequence[object]], names: Sequence[str]) -> Spec:
@@ -377,10 +369,6 @@ def expanded(spec: Any) -> Any:
 # (https://jfly.uni-koeln.de/color/).
 
 
-QUEUE = "queue"
-SPENT_ON = {**KINDS, QUEUE: "tasks wait for a node; no node is held"}
-"""Kinds of time with a colour of their own, in the order of the bars, and their meanings."""
-
 _BOTH = {
     "useful": "#009e73", "replayed": "#d55e00", "checkpoint": "#0072b2", "restore": "#cc79a7",
     "import": "#e69f00", "rendezvous": "#56b4e9",
@@ -393,11 +381,9 @@ KIND: Mapping[str, Mapping[str, str]] = {
 
 PAGE: Mapping[str, Mapping[str, str]] = {
     "light": {"back": "#ffffff", "card": "#f6f7f9", "text": "#1c2430", "dim": "#5b6675",
-              "line": "#d8dde4", "accent": "#0b63ce", "bad": "#b3261e",
-              "good": "#0b7a4d"},
+              "line": "#d8dde4", "accent": "#0b63ce", "bad": "#b3261e", "good": "#0b7a4d"},
     "dark": {"back": "#12161c", "card": "#1b2129", "text": "#e6eaf0", "dim": "#a0abb9",
-             "line": "#333c48", "accent": "#6fb1ff", "bad": "#ff8a80",
-             "good": "#63d3a4"},
+             "line": "#333c48", "accent": "#6fb1ff", "bad": "#ff8a80", "good": "#63d3a4"},
 }  # fmt: skip
 """Theme -> colours of the page."""
 

@@ -15,23 +15,14 @@ from typing import Any
 from hpc_elastic._util import cleaned
 from hpc_elastic.checkpoint.store import Store, directories_of
 from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.report import run_view
 from hpc_elastic.report.attempts import EventIndex
 from hpc_elastic.report.node_time import Account, account
 from hpc_elastic.report.progress_log import TRAINING, Point, Rates, rates, read_points
 from hpc_elastic.report.report import About, Configuration, Report, WorkerFailure, report
-from hpc_elastic.report.run_view import (
-    CANCELLED,
-    LOST,
-    STALE_S,
-    RunView,
-    label_of,
-    overrides_label,
-    overrides_of,
-    redact,
-    redact_argument,
-)
+from hpc_elastic.report.run_view import RunView, redact, redact_argument
 from hpc_elastic.report.timeline import build_timeline
-from hpc_elastic.run.directory import RunDir
+from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.events import Event, EventReader, valid_events
 from hpc_elastic.shared_files import parse_yaml, read_tail, status_of
 from hpc_elastic.site import ExpectedStart, expected_start
@@ -159,7 +150,7 @@ def read_details(view: RunView) -> RunDetails:
         raise RunDirectoryError(f"{run} is not a run directory: {remedy}", remedy=remedy)
     if view.updated is not None and view.status is not None:
         points.append(view.status)
-    if view.ended is not None and view.ended.status in (LOST, CANCELLED):
+    if view.ended is not None and not view.ended.has_result:
         # a run without a result ended with its last event or point
         signs = [*(float(e["time"]) for e in history.events), *(p.time for p in points)]
         if view.cancellation is not None:
@@ -177,7 +168,7 @@ def read_details(view: RunView) -> RunDetails:
         waiting={name for name, phase in phases.items() if phase is Phase.PENDING},
     )  # fmt: skip
     stale_s = 0.0 if view.updated is None else view.now - view.updated
-    if stale_s > STALE_S and view.ended is None and view.phase in (TRAINING, "waiting"):
+    if stale_s > run_view.STALE_S and view.ended is None and view.phase in (TRAINING, "waiting"):
         notes.append(f"no leader has written status.json for {stale_s:.0f} s")
     last = _last_known(points, lives=lives)
     wanted = spec and spec.settings.nodes
@@ -188,7 +179,7 @@ def read_details(view: RunView) -> RunDetails:
             why = "a local node starts when one of this machine's is free"
             next_node = replace(next_node, at=None, why=why)
     return RunDetails(
-        view=view, label=label_of(run, spec), status=last, next_node=next_node,
+        view=view, label=run_view.label_of(run, spec), status=last, next_node=next_node,
         nodes=(last.nodes if last and lives else 0, wanted.min, wanted.max) if wanted else None,
         round=int(view.status.round) if view.status else 0,
         tasks=_tasks(view, history, names, {node.task: node.ended_by for node in spent.nodes}),
@@ -262,8 +253,8 @@ def _tasks(
 ) -> list[RunTask]:
     started = {event["task"]: event for event in history.of("task")}
     ranks, first = dict[str, tuple[int, int]](), 0
-    has_no_result = view.ended is None or view.ended.status in (LOST, CANCELLED)
-    if view.status is not None and view.status.phase == "training" and has_no_result:
+    has_no_result = view.ended is None or not view.ended.has_result
+    if view.status is not None and view.status.phase == TRAINING and has_no_result:
         for task, num in view.members:
             ranks[task] = (first, first + num - 1)
             first += num
@@ -276,10 +267,11 @@ def _tasks(
         attempt = int(event["attempt"]) if event is not None else None
         if state is None:
             last_known = "never started" if event is None else ended or "running"
-            found.append(RunTask(
-                name, slot, None, ended, node=host, attempt=attempt, ranks=ranks.get(name),
-                last_known=None if is_known else last_known,
-            ))  # fmt: skip
+            last = None if is_known else last_known
+            known = RunTask(
+                name, slot, None, ended, host, attempt, ranks.get(name), last_known=last
+            )
+            found.append(known)
             continue
         runs = state.phase in (Phase.RUNNING, Phase.COMPLETING)
         found.append(RunTask(
@@ -297,20 +289,26 @@ def _tasks(
 def report_of(view: RunView) -> Report:
     """Return the report of a run; raise RunDirectoryError if nothing of a run is there."""
     details = read_details(view)
-    notes = list(details.notes)
+    notes, kept = list(details.notes), None
+    try:
+        found = _checkpoints(view.run)
+        kept = [{"step": step, "time": status_of(folder).st_mtime} for step, folder in found]
+    except OSError as e:
+        notes.append(f"the checkpoints cannot be listed: {e}")
     return report(
         _about(details), details.account, details.points, build_timeline(details.history),
-        made=time.time(), failures=_failures(details), kept=_kept(view.run, notes),
-        configuration=_configuration(details, notes), notes=notes,
+        made=time.time(), failures=_failures(details), kept=kept,
+        configuration=_configuration(view.run, details.view.spec, notes), notes=notes,
     )  # fmt: skip
 
 
 def _about(details: RunDetails) -> About:
     view, spec = details.view, details.view.spec
     status, ended = details.status or Point(view.now), view.ended
-    overrides = [redact_argument(line) for line in overrides_of(view.run.path, spec)]
+    lines = run_view.overrides_of(view.run.path, spec)
+    overrides = run_view.overrides_label([redact_argument(line) for line in lines])
     return About(
-        run_id=details.run_id, directory=str(view.run.path), overrides=overrides_label(overrides),
+        run_id=details.run_id, directory=str(view.run.path), overrides=overrides,
         launcher=details.launcher, ft=spec is not None and spec.settings.ft, phase=view.phase,
         submitted=view.submitted, until=view.now if ended is None else ended.time,
         ended=None if ended is None else ended.to_json(),
@@ -324,20 +322,16 @@ def _about(details: RunDetails) -> About:
 
 def _failures(details: RunDetails) -> Sequence[WorkerFailure]:
     run, ended = details.view.run.path.resolve(), details.view.ended
-    found = [
-        WorkerFailure(
-            event["time"], event["failure"], event["host"], event.get("rank"), event.get("round"),
-            event.get("traceback"), event.get("log"),
-        )
-        for event in details.history.of("restart")
-    ]  # fmt: skip
-    if ended is not None and ended.failure is not None:
-        last = ended.failure
-        found.append(WorkerFailure(
-            ended.time, ended.why or str(last.get("message")), str(last.get("host")),
-            last.get("rank"), last.get("round"), last.get("traceback"), last.get("log"),
-            ended_run=True,
-        ))  # fmt: skip
+
+    def failure_of(time: float, error: str, facts: Mapping[str, Any]) -> WorkerFailure:
+        keys = ("rank", "round", "traceback", "log")
+        known: dict[str, Any] = {key: facts.get(key) for key in keys}
+        return WorkerFailure(time, error, str(facts.get("host")), **known)
+
+    found = [failure_of(e["time"], e["failure"], e) for e in details.history.of("restart")]
+    if ended is not None and (last := ended.failure) is not None:
+        error = ended.why or str(last.get("message"))
+        found.append(replace(failure_of(ended.time, error, last), ended_run=True))
     for number, failure in enumerate(found):
         lines = list[str]()
         # a forged event may name a private file of the reader's, outside of the run
@@ -348,17 +342,7 @@ def _failures(details: RunDetails) -> Sequence[WorkerFailure]:
     return found
 
 
-def _kept(run: RunDir, notes: list[str]) -> list[dict[str, Any]] | None:
-    try:
-        found = _checkpoints(run)
-        return [{"step": step, "time": status_of(folder).st_mtime} for step, folder in found]
-    except OSError as e:
-        notes.append(f"the checkpoints cannot be listed: {e}")
-        return None
-
-
-def _configuration(details: RunDetails, notes: list[str]) -> Configuration:
-    files, spec = RunDir(details.view.run.path), details.view.spec
+def _configuration(files: RunDir, spec: RunSpec | None, notes: list[str]) -> Configuration:
     config: Any = None
     try:
         config = parse_yaml(files.hydra_text("config.yaml", spec), files.hydra / "config.yaml")

@@ -128,9 +128,8 @@ def require_there(selection: Selection, sources: Iterable[LogSource]) -> None:
     if not any(map(selection.selects, found)):
         hosts = {s.host for s in workers if not selection.ranks or s.rank in selection.ranks}
         where = f"; these ranks were on {', '.join(sorted(hosts))}" if selection.ranks else ""
-        raise NothingSelectedError(
-            f"the run has no output that meets all options{where}: leave one out"
-        )
+        what = "the run has no output that meets all options"
+        raise NothingSelectedError(f"{what}{where}: leave one out")
 
 
 def _require(option: str, wanted: Iterable[int | str], there: Iterable[int | str]) -> None:
@@ -140,11 +139,9 @@ def _require(option: str, wanted: Iterable[int | str], there: Iterable[int | str
         return
     numbers = [t for t in there if isinstance(t, int)]
     names = compress_indices(numbers) if numbers else ", ".join(sorted(map(str, there)))
-    listed = f"it has {option if len(there) == 1 else option + 's'} {names}"
-    raise NothingSelectedError(
-        f"--{option} {missing[0]}: the run has no such {option}; "
-        f"{listed if there else 'it has none so far'}"
-    )
+    has = f"{option if len(there) == 1 else option + 's'} {names}" if there else "none so far"
+    what = f"--{option} {missing[0]}: the run has no such {option}"
+    raise NothingSelectedError(f"{what}; it has {has}")
 
 
 def merge(streams: Iterable[tuple[float, Iterator[LogLine]]]) -> Iterator[LogLine]:
@@ -203,7 +200,7 @@ class Discovery:
         names, host = self._names(folder), self._host_of(task, attempt)
         known = self._attempts.get(folder)
         if known is None or known[0] is not names or known[1] != host:
-            found = [source_of(file, folder, task, attempt, host) for file in names]
+            found = (source_of(file, folder, task, attempt, host) for file in names)
             known = self._attempts[folder] = (names, host, [s for s in found if s is not None])
         return known[2]
 
@@ -235,12 +232,9 @@ class Discovery:
             known = self._folders.get(folder)
             is_new = known is None or known[0] != changed
             if known is None or is_new or now >= known[1]:
-                again_at = now + _TICK_S if is_new else math.inf
-                known = self._folders[folder] = (
-                    changed,
-                    again_at,
-                    shared_files.names_listed(folder),
-                )
+                again_at, names = now + _TICK_S, shared_files.names_listed(folder)
+                known = (changed, again_at if is_new else math.inf, names)
+                self._folders[folder] = known
         except OSError:
             return []
         return known[2]
@@ -605,8 +599,7 @@ def is_over(source: LogSource, newest: LogSource) -> bool:
 
 def newest_of_tasks(sources: Iterable[LogSource]) -> dict[str, LogSource]:
     """Return the newest source of each task, by attempt and round."""
-    in_order = sorted(sources, key=lambda s: (s.attempt or 0, s.round or 0))
-    return {source.task: source for source in in_order}
+    return {s.task: s for s in sorted(sources, key=lambda s: (s.attempt or 0, s.round or 0))}
 
 
 MAX_LINE = 1 << 16  # bytes of a line; a longer line is split

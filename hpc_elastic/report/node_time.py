@@ -226,20 +226,20 @@ def _rounds(history: EventIndex, now: float) -> list[_Trained]:
         members, end = frozenset(round_.members), max(round_.time, min(round_.over, now))
         first_steps, going_on = {}, frozenset[TaskAttempt]()
         for member in round_.members:
-            events = member.first_steps
-            made = [events[round_.number]] if round_.number in events else []
+            made = member.first_steps.get(round_.number)
             if history.has_replicas:
                 at = bisect_right(made_by[member], end, key=time_of)
-                made = [e for e in made_by[member][:at][-1:] if time_of(e) >= round_.time]
-            if made:
-                first_steps[member] = made[-1]
+                last = made_by[member][at - 1] if at else None
+                made = last if last is not None and time_of(last) >= round_.time else None
+            if made is not None:
+                first_steps[member] = made
         before = found[-1] if history.has_replicas and found else None
         if before is not None and before.end >= round_.time:
             at_work = {*before.first_steps, *before.going_on}
             going_on = frozenset(m for m in members if m in at_work and m not in first_steps)
         still = bool(going_on) and before is not None and before.trains_from is not None
-        begun = min(map(time_of, first_steps.values()), default=None)
-        begun = round_.time if still else begun
+        first = min(map(time_of, first_steps.values()), default=None)
+        begun = round_.time if still else first
         found.append(_Trained(round_, members, end, first_steps, going_on, begun, still))
     return found
 
@@ -272,11 +272,9 @@ def _courses(rounds: Sequence[_Trained], points: Sequence[Point]) -> dict[int, l
         if begin is None:
             continue
         seen = [p for p in by_round.get(one.round.number, ()) if begin <= p.time <= end]
-        made = [(p.time, p.step) for p in seen if p.step is not None]
-        firsts = one.first_steps.values()
-        if firsts:
-            first = min(firsts, key=time_of)
-            made.insert(0, (time_of(first), int(first["step"])))
+        firsts = sorted(one.first_steps.values(), key=time_of)
+        made = [(time_of(first), int(first["step"])) for first in firsts[:1]]
+        made += [(p.time, p.step) for p in seen if p.step is not None]
         # steps that each worker counts from 0 replay none that are known
         is_counted = any(e.get("counted") and e.get("restored") is None for e in firsts)
         fresh_from: float | None = begin
@@ -284,11 +282,8 @@ def _courses(rounds: Sequence[_Trained], points: Sequence[Point]) -> dict[int, l
             fresh_from = _time_beyond(made, -1 if is_counted else high)
         middle = end if fresh_from is None else min(max(begin, fresh_from), end)
         kinds = (Interval(begin, middle, "replayed"), Interval(middle, end, "useful"))
-        waits = [
-            Interval(max(p.time, q.time - q.blocked_s + p.blocked_s), q.time, "checkpoint")
-            for p, q in pairwise(seen)
-            if q.blocked_s > p.blocked_s
-        ]
+        blocked = ((q.time, q.blocked_s - p.blocked_s, p.time) for p, q in pairwise(seen))
+        waits = [Interval(max(p, t - s), t, "checkpoint") for t, s, p in blocked if s > 0]
         courses[one.round.number] = _under(waits, [i for i in kinds if i.length_s > 0])
         saved = (p.checkpoint for p in seen if p.checkpoint is not None)
         high = max([high, *(step for _, step in made), *saved])

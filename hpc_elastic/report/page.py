@@ -28,10 +28,14 @@ from hpc_elastic.report import charts, grouped
 from hpc_elastic.report.run_view import CANCELLED, LOST
 from hpc_elastic.report.timeline import lost_steps
 
+Values = Mapping[str, Any]
+
 SHOWN_AT_ONCE = 12  # length of lists that are shown unfolded
+_NUM_LAST = 3
+_LINE = 120, 24
 
 
-def html(report: Mapping[str, Any]) -> str:
+def html(report: Values) -> str:
     """Return the page of a report's JSON form; without charts if no library draws them."""
     try:
         script, lacks = charts_script(), ""
@@ -44,17 +48,13 @@ def html(report: Mapping[str, Any]) -> str:
     )  # fmt: skip
 
 
-def live_html(report: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+def live_html(report: Values) -> tuple[str, list[dict[str, Any]]]:
     """Return what a live page shows: the page's content, and its charts in Vega-Lite."""
     drawn = charts.charts(report)
     return _template("page.html.j2").render(**_values(report, drawn), live=True), _specs(drawn)
 
 
-_NUM_LAST = 3
-_LINE = 120, 24
-
-
-def card_html(report: Mapping[str, Any]) -> str:
+def card_html(report: Values) -> str:
     """Return a run as a small card, for a notebook."""
     about = report["about"]
     losses = charts.values_of(report, "loss")
@@ -77,13 +77,11 @@ def _polyline(points: Sequence[tuple[float, float]]) -> str:
     """Return the points of a line in SVG that fills a small picture; empty if there are too few."""
     if len(points) < 2:
         return ""
-    (width, height), (xs, ys) = _LINE, zip(*charts.series(points, _LINE[0]), strict=True)
-    across, up = max(xs) - min(xs) or 1.0, max(ys) - min(ys) or 1.0
-    at = [
-        f"{width * (x - min(xs)) / across:.1f},{1 + (height - 2) * (max(ys) - y) / up:.1f}"
-        for x, y in zip(xs, ys, strict=True)
-    ]
-    return " ".join(at)
+    (width, height), kept = _LINE, charts.series(points, _LINE[0])
+    (left, *_, right), (low, *_, high) = (sorted(values) for values in zip(*kept, strict=True))
+    x_scale, y_scale = width / (right - left or 1.0), (height - 2) / (high - low or 1.0)
+    at = ((x_scale * (x - left), 1 + y_scale * (high - y)) for x, y in kept)
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
 
 
 def live_problem(text: str) -> str:
@@ -122,14 +120,11 @@ def templates(package: str) -> Environment:
 
 
 def _specs(drawn: Iterable[charts.Chart]) -> list[dict[str, Any]]:
-    return [
-        {"name": c.name, "spec": {"$schema": charts.SCHEMA, **c.spec, "width": "container",
-                                  "height": c.height}}
-        for c in drawn
-    ]  # fmt: skip
+    size = {"$schema": charts.SCHEMA, "width": "container"}
+    return [{"name": c.name, "spec": {**size, **c.spec, "height": c.height}} for c in drawn]
 
 
-def _values(report: Mapping[str, Any], drawn: Iterable[charts.Chart]) -> dict[str, Any]:
+def _values(report: Values, drawn: Iterable[charts.Chart]) -> dict[str, Any]:
     faults = [change for change in report["changes"] if change["fault"]]
     costliest = sorted(faults, key=lambda change: -change["node_s"])[:SHOWN_AT_ONCE]
     return dict(
@@ -149,19 +144,19 @@ def _values(report: Mapping[str, Any], drawn: Iterable[charts.Chart]) -> dict[st
     )  # fmt: skip
 
 
-def title_of(report: Mapping[str, Any]) -> str:
+def title_of(report: Values) -> str:
     """Return the parameters by which people distinguish the run; without any, its id."""
     return str(report["about"]["overrides"] or report["about"]["run_id"])
 
 
-def has_no_events(report: Mapping[str, Any]) -> bool:
+def has_no_events(report: Values) -> bool:
     """Return whether the run has started, though no event of it is known."""
     ended = report["about"]["ended"]
     has_result = ended is not None and ended["status"] not in (LOST, CANCELLED)
     return not report["timeline"] and (bool(report["progress"]) or has_result)
 
 
-def tiles(report: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
+def tiles(report: Values) -> Sequence[tuple[str, str, str]]:
     """Return the figures at the top: title, value, and remark."""
     about, spent, begin = report["about"], report["spent"], charts.begin_of(report)
     number, share = charts.number, charts.share
@@ -191,12 +186,6 @@ def tiles(report: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
          f"saved; {number(None if kept is None else len(kept))} on disk now"),
         ("Restarts", number(about["restarts"]), f"of {number(about['max_restarts'])} allowed"),
     )  # fmt: skip
-
-
-# ---- lists and tables (pure)
-
-
-Values = Mapping[str, Any]
 
 
 def _losses(changes: Iterable[Values]) -> Iterator[tuple[int | None, bool]]:
@@ -268,7 +257,7 @@ class ReportLibraryError(HpcElasticError, ImportError):
     """A library that shows runs is not installed."""
 
 
-def png(report: Mapping[str, Any]) -> bytes:
+def png(report: Values) -> bytes:
     """Return the picture; raise ReportLibraryError without the library that draws the charts."""
     chart = json.dumps(spec(report))
     return bytes(_library().vegalite_to_png(chart, scale=2.0, allowed_base_urls=[]))
@@ -284,7 +273,7 @@ def _library() -> ModuleType:
     return library
 
 
-def spec(report: Mapping[str, Any]) -> dict[str, Any]:
+def spec(report: Values) -> dict[str, Any]:
     """Return the picture in Vega-Lite (pure)."""
     about, begin = report["about"], charts.begin_of(report)
     took = duration(about["until"] - begin) if begin is not None else "not started"
@@ -303,7 +292,7 @@ def spec(report: Mapping[str, Any]) -> dict[str, Any]:
         "encoding": {"text": {"field": "text", "type": "nominal"}},
     }  # fmt: skip
     figures = [
-        f"{name} {value}" + (f" ({more})" if more else "") for name, value, more in tiles(report)
+        f"{name} {value}{f' ({more})' if more else ''}" for name, value, more in tiles(report)
     ]
     half = len(figures) // 2
     lines = [f"{about['run_id']} in {about['directory']}",

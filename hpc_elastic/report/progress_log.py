@@ -60,11 +60,8 @@ class Point:
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers; any other value counts as unknown."""
-    return {
-        name: value
-        for name, value in values.items()
-        if isinstance(value, int | float) and -_LARGEST < value < _LARGEST
-    }
+    numbers = ((name, value) for name, value in values.items() if isinstance(value, int | float))
+    return {name: value for name, value in numbers if -_LARGEST < value < _LARGEST}
 
 
 def read_points(file: Path) -> list[Point]:

@@ -14,6 +14,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
@@ -176,11 +178,9 @@ def report(
     """Return the report of a run; ``kept`` are the checkpoints in its directories."""
     first_node_s, found = changes(timeline, spent.nodes)
     by_kind, cost_s = spent.seconds, sum(c.node_s for c in found if c.cause == "given_back")
-    announced: list[dict[str, Any]] = []
-    for point in points:
-        step = point.checkpoint
-        if step is not None and (not announced or step != announced[-1]["step"]):
-            announced.append({"time": point.time, "step": step})
+    saved = (point for point in points if point.checkpoint is not None)
+    firsts = (next(same) for _, same in groupby(saved, key=attrgetter("checkpoint")))
+    announced = [{"time": point.time, "step": point.checkpoint} for point in firsts]
     stragglers = {
         (e.facts.get("rank"), e.facts.get("host")): e for e in timeline if e.kind == "straggler"
     }
@@ -199,9 +199,6 @@ def report(
         list(hints(by_kind, spent.node_s, points)),
         [*notes, *slow, *_doubts(points)],
     )  # fmt: skip
-
-
-# ---- the cost of changes ---------------------------------------------------------------
 
 
 def changes(
@@ -241,10 +238,8 @@ def changes(
     return round(costs[0], 3), found
 
 
-# ---- hints
-
-
 _SHORTEST_S = 600.0  # node-seconds from which shares of the time are worth a hint
+_LOW_GPU_USE = 0.5
 _REMEDIES = {
     "import": (0.1, "list the slow imports of the script in launcher.agent.warm_imports: warm "
                "workers import them before they are needed"),
@@ -258,7 +253,6 @@ _REMEDIES = {
              "checkpoints, or lower the most nodes"),
 }  # fmt: skip
 """Kind of node time -> share from which there is a hint, and the hint."""
-_LOW_GPU_USE = 0.5
 
 
 def hints(by_kind: Mapping[str, float], node_s: float, points: Sequence[Point]) -> Iterator[str]:

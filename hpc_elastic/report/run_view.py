@@ -222,13 +222,10 @@ class RunReading:
         updated, submitted = number(status.get("updated")), _submitted(spec)
         members = members_of(status)
         phase = phase_of(
-            tasks,
-            str(status.get("phase") or ""),
-            [task for task, _ in members],
+            tasks, str(status.get("phase") or ""), [task for task, _ in members],
             None if result is None else str(result.get("status")),
-            age_s=now - (updated or submitted or now),
-            cancelled=self.cancellation is not None,
-        )
+            age_s=now - (updated or submitted or now), cancelled=self.cancellation is not None,
+        )  # fmt: skip
         is_submitted = bool(tasks) or result is not None
         with suppress(OSError):  # not as far as is known
             is_submitted = is_submitted or (spec is not None and bool(current_names(spec)))
@@ -466,7 +463,6 @@ def _ended_by(failed: Mapping[str, Any]) -> str:
 
 
 HIDDEN = "***"  # replacement of a secret
-
 _SECRET = re.compile(
     r"token$|secret|webhook|passw|passphrase|credential|(api|access|private|auth|signing)[_-]?key"
     r"|^env$",

@@ -34,7 +34,7 @@ def sentence(entry: TimelineEntry) -> str:
         hosts = names(entry.facts.get("hosts") or ())
         facts = defaultdict(lambda: None, entry.facts, hosts=hosts, text=entry.text)
         found = _TEMPLATES[entry.kind].format_map(facts)
-    elif (aside := _of_nodes(entry) or _of_workers(entry)) is not None:
+    elif (aside := _aside(entry)) is not None:
         found = aside
     else:
         parts = [because(entry.causes, entry.leader), *_outcome(entry)]
@@ -119,7 +119,8 @@ _TEMPLATES = {
 """Kind of entry -> its sentence, of its facts and its text."""
 
 
-def _of_nodes(entry: TimelineEntry) -> str | None:
+def _aside(entry: TimelineEntry) -> str | None:
+    """Return the sentence of an entry that is no change of the group; None if it is one."""
     facts = entry.facts
     host, user = facts.get("host"), facts.get("user")
     match entry.kind:
@@ -194,13 +195,6 @@ def _of_nodes(entry: TimelineEntry) -> str | None:
             return f"the leader on {host} failed: {entry.text}; {count} in a row so far, {then}"
         case "preempt":
             return f"{user} preempted {host} ({float(facts.get('grace_s') or 0.0):g} s grace)"
-        case _:
-            return None
-
-
-def _of_workers(entry: TimelineEntry) -> str | None:
-    facts, host = entry.facts, entry.facts.get("host")
-    match entry.kind:
         case "crash_loop":
             step, attempts = facts.get("checkpoint"), facts.get("attempts")
             beyond = f"without getting beyond step {step}"
@@ -295,10 +289,11 @@ def _cause(cause: Cause) -> str:
             return f"{hosts} {was} preempted{f' ({how})' if how else ''}{stays}"
         case "signalled" | "requeued" | "cancelled" | "run_ended":
             # what was done to tasks, with Slurm's state of the node at that time
-            done = {
-                "signalled": "terminated",
+            ended = {
                 "run_ended": "terminated, because the run had ended",
-            }.get(cause.what, cause.what)
+                "signalled": "terminated",
+            }
+            done = ended.get(cause.what, cause.what)
             tasks = "the task" if is_one else "the tasks"
             node = f", while Slurm had the node as {detail}" if detail else ""
             return f"{tasks} of {hosts} {was} {done} ({cause.signal or 'SIGTERM'}){node}"
@@ -333,19 +328,13 @@ def _cause(cause: Cause) -> str:
 
 _LOSS_REASONS: dict[str, tuple[str, str]] = {
     "": ("it did not answer any more", "they did not answer any more"),
-    LossReason.CONNECTION_CLOSED: (
-        "its agent or its node died", "their agents or their nodes died",
-    ),
+    LossReason.CONNECTION_CLOSED:
+        ("its agent or its node died", "their agents or their nodes died"),
     LossReason.SILENT: ("it sent no heartbeat any more", "they sent no heartbeat any more"),
-    LossReason.LEADER_NOT_FOUND: (
-        "it did not join the new leader", "they did not join the new leader",
-    ),
-    LossReason.TASK_ENDED: (
-        "the scheduler reports that its task has ended",
-        "the scheduler reports that their tasks have ended",
-    ),
-    LossReason.NOT_REJOINED: (
-        "it did not join again in time", "they did not join again in time",
-    ),
+    LossReason.LEADER_NOT_FOUND:
+        ("it did not join the new leader", "they did not join the new leader"),
+    LossReason.TASK_ENDED: ("the scheduler reports that its task has ended",
+                            "the scheduler reports that their tasks have ended"),
+    LossReason.NOT_REJOINED: ("it did not join again in time", "they did not join again in time"),
 }  # fmt: skip
 """Why the leader lost a node -> text for one node, and for several."""

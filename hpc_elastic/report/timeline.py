@@ -112,16 +112,14 @@ def build_timeline(run: EventIndex) -> list[TimelineEntry]:
             facts={"hosts": hosts, "ready_s": _ready_s(first)},
         ))  # fmt: skip
         found += _of_replicas(run) if run.has_replicas else _of_group(run)
-    found += [*_asides(run), *_never_members(run), *_ends(run)]
-    return sorted(found, key=lambda e: (run.generation_at(e.time), e.kind == "ended", e.time))
-
-
-def _ends(run: EventIndex) -> Iterator[TimelineEntry]:
-    begins = [run.events[0], *run.of("resume")] if run.events else []
+    begins = [*run.events[:1], *run.of("resume")]
     for generation, end in run.ends.items():
         facts = {key: end.get(key) for key in ("status", "rounds", "restarts")}
         facts["lasted_s"] = round(time_of(end) - time_of(begins[generation]), 1)
-        yield TimelineEntry("ended", time_of(end), text=str(end.get("failure") or ""), facts=facts)
+        text = str(end.get("failure") or "")
+        found.append(TimelineEntry("ended", time_of(end), text=text, facts=facts))
+    found += [*_asides(run), *_never_members(run)]
+    return sorted(found, key=lambda e: (run.generation_at(e.time), e.kind == "ended", e.time))
 
 
 _FACTS: dict[str, tuple[str, ...]] = {
@@ -191,16 +189,16 @@ _AT_ONCE_S = 1.0  # time within which a leader that gives up a member stops the 
 
 def _of_group(run: EventIndex) -> Iterator[TimelineEntry]:
     for before, after in pairwise(run.rounds):
-        yield from _Change(run, before, after).entries()
-    if run.end_event is not None and run.end_event["status"] == "succeeded":
+        yield from _change(run, before, after)
+    if (run.end_event or {}).get("status") == "succeeded":
         return
     last = run.rounds[-1]  # nodes that leave after it
     stop, members = _stop_of(run, last), last.members
     departed = [m for m in members if m.notice is not None or m.ends_after(last.time)]
-    if not departed and (stop is None or run.end_event is not None):
-        return
     causes = _joined(_why_left(m, run.excluded, since=last.time) for m in departed)
-    if not causes and stop is not None:
+    if not causes:
+        if stop is None or run.end_event is not None:
+            return
         causes = (Cause("other", time_of(stop), detail=str(stop["reason"])),)
     is_all = len(departed) == len(members)
     yield TimelineEntry(
@@ -220,91 +218,76 @@ def _host_of(run: EventIndex, leader: Event | None) -> str | None:
     return None if leader is None else run.host_at(leader["task"], time_of(leader))
 
 
-class _Change:
-    def __init__(self, run: EventIndex, before: Round, after: Round) -> None:
-        self._run, self._before, self._after = run, before, after
-        self._was, self._is = before.members, after.members
-        was, is_ = set(self._was), set(self._is)
-        self._departed = [member for member in self._was if member not in is_]
-        self._arrived = [member for member in self._is if member not in was]
-        self._old_leader, self._leader = (run.leader_of.get(r.term) for r in (before, after))
-        self._new_leader: str | None = None  # the host that leads now, if another task led before
-        if self._old_leader and self._leader and self._old_leader["task"] != self._leader["task"]:
-            self._new_leader = _host_of(run, self._leader)
-        self._stop = _stop_of(run, before, until=after.time)
-        stopped = [m.stopped[before.number] for m in self._was if before.number in m.stopped]
-        signs = stopped if self._stop is None else [self._stop]
-        self._broke_at = min(map(time_of, signs), default=after.time)
-        self._saved: int | None = (self._stop or {}).get("step")
-        self._cost = _cost(
-            stopped or _signs_of(run, before), _first_steps(after),
-            saved=self._saved, since=self._broke_at, until=after.time, is_least=not stopped,
-        )  # fmt: skip
-
-    def entries(self) -> Iterator[TimelineEntry]:
-        """Yield one entry, or two if no member was left in between."""
-        before, after, size = self._before, self._after, len(self._is)
-        left = [self._why_member_left(member) for member in self._departed]
-        came = [_why_came(self._run, member, after.time) for member in self._arrived]
-        if len(self._departed) < len(self._was):
-            causes = _joined([*left, *self._failures(), *came])
-            known = [c.time for c in causes if c.what not in ("arrived", "returned")]
-            yield TimelineEntry(
-                _kind_of(self._departed, self._arrived), min([*known, self._broke_at]), causes,
-                len(self._was), size, after.world_size, after.number, self._new_leader, self._cost,
-            )  # fmt: skip
-            return
-        if not any(before.time <= time_of(end) <= after.time for end in self._run.ends.values()):
-            causes = _joined(left)
-            time = min([*(c.time for c in causes), self._broke_at])
-            cost = Cost(self._saved, self._cost.reached_step)
-            yield TimelineEntry("stopped", time, causes, len(self._was), 0, cost=cost)
+def _change(run: EventIndex, before: Round, after: Round) -> Iterator[TimelineEntry]:
+    """Yield the entry of a round that followed another, or two if no member was left in between."""
+    was, is_ = set(before.members), set(after.members)
+    departed = [member for member in before.members if member not in is_]
+    arrived = [member for member in after.members if member not in was]
+    old, new = (run.leader_of.get(round_.term) for round_ in (before, after))
+    # the host that leads now, if another task led before
+    leader = _host_of(run, new) if old and new and old["task"] != new["task"] else None
+    stop = _stop_of(run, before, until=after.time)
+    saved: int | None = (stop or {}).get("step")
+    stopped = [m.stopped[before.number] for m in before.members if before.number in m.stopped]
+    broke_at = min(map(time_of, stopped if stop is None else [stop]), default=after.time)
+    ends = stopped
+    if not stopped:  # how far the workers came at least, which reported no end
+        ends = [event for event in _first_steps(before) if not event.get("counted")]
+        if (point := run.last_points.get(before.number)) is not None:
+            ends.append({"step": point.step, "step_time": point.time})
+    cost = _cost(
+        ends, _first_steps(after), saved=saved, since=broke_at, until=after.time,
+        is_least=not stopped,
+    )  # fmt: skip
+    losses = [  # of nodes that had not announced that they would leave
+        event for event in run.of("node_lost", after=before.time, until=after.time)
+        if not str(event.get("why", "")).startswith(LossReason.TO_BE_LEFT)
+    ]  # fmt: skip
+    left = []
+    for member in departed:
+        led = old is not None and old is not new and old["task"] == member.task
+        # when it was given up without an announcement, or replaced as leader
+        given_up = (time_of(event) for event in losses if event["task"] == member.task)
+        gone_at = next(given_up, after.time if led else math.inf)
+        cause = _why_left(member, run.excluded, since=before.time, led=led, without_it=gone_at)
+        # no event has the time at which a leader died: the others stopped when they noticed
+        left.append(cause if cause.time else replace(cause, time=broke_at))
+    came = [_why_came(run, member, after.time) for member in arrived]
+    size = len(after.members)
+    if len(departed) == len(before.members):
+        if not any(before.time <= time_of(end) <= after.time for end in run.ends.values()):
+            time, causes = min([*(c.time for c in left), broke_at]), _joined(left)
+            so_far = Cost(saved, cost.reached_step)
+            yield TimelineEntry("stopped", time, causes, len(departed), 0, cost=so_far)
         yield TimelineEntry(
             "resumed", after.time, _joined(came), 0, size, after.world_size, after.number,
-            _host_of(self._run, self._leader), replace(self._cost, saved_step=None),
+            _host_of(run, new), replace(cost, saved_step=None),
         )  # fmt: skip
-
-    def _why_member_left(self, member: TaskAttempt) -> Cause:
-        old = self._old_leader
-        led = old is not None and old is not self._leader and old["task"] == member.task
-        # when it was given up without an announcement, or replaced as leader
-        since, ours = self._before.time, self._after.time if led else math.inf
-        losses = (time_of(e) for e in self._losses(since) if e["task"] == member.task)
-        given_up_at = next(losses, ours)
-        cause = _why_left(member, self._run.excluded, since=since, led=led, without_it=given_up_at)
-        # no event has the time at which a leader died: the others stopped when they noticed
-        return cause if cause.time else replace(cause, time=self._broke_at)
-
-    def _losses(self, after: float) -> Iterator[Event]:
-        """Yield the losses of nodes that had not announced that they would leave."""
-        for event in self._run.of("node_lost", after=after, until=self._after.time):
-            if not str(event.get("why", "")).startswith(LossReason.TO_BE_LEFT):
-                yield event
-
-    def _failures(self) -> list[Cause]:
-        """Return why the round broke, apart from members that left or came."""
-        found, stop = list[Cause](), self._stop
-        for event in self._run.of("restart", after=self._before.time, until=self._after.time):
-            hosts = (str(event["host"]),) if event.get("host") else ()
-            why = str(event.get("failure", ""))
-            found.append(Cause("worker_failed", self._broke_at, hosts, why))
-        if not self._departed and self._new_leader is not None:
-            old = str(_host_of(self._run, self._old_leader))
-            found.append(Cause("leader_changed", self._broke_at, (old,)))
-        how = (stop or {}).get("cause")
-        if stop is not None and how == "agent_restarted":
-            found.append(Cause("agent_restarted", self._broke_at, detail=str(stop["reason"])))
-        if stop is not None and how == "node_lost" and self._new_leader is None:
-            # Members that were given up, and are members again. A leader that was replaced may have
-            # been cut off itself, so its reports of others do not count. Those of the present
-            # leader count if they ended the round.
-            stayed = {member.task: member.host for member in self._was if member in self._is}
-            for event in self._losses(max(self._before.time, time_of(stop) - _AT_ONCE_S)):
-                if event["task"] in stayed:
-                    found.append(Cause("unreachable", time_of(event), (stayed[event["task"]],)))
-        if found or self._departed or self._arrived or self._new_leader or stop is None:
-            return found
-        return [Cause("other", self._broke_at, detail=str(stop.get("reason", "")))]
+        return
+    why = []  # the round broke, apart from members that left or came
+    for event in run.of("restart", after=before.time, until=after.time):
+        hosts = (str(event["host"]),) if event.get("host") else ()
+        why.append(Cause("worker_failed", broke_at, hosts, str(event.get("failure", ""))))
+    if not departed and leader is not None:
+        why.append(Cause("leader_changed", broke_at, (str(_host_of(run, old)),)))
+    if stop is not None and stop.get("cause") == "agent_restarted":
+        why.append(Cause("agent_restarted", broke_at, detail=str(stop["reason"])))
+    if stop is not None and stop.get("cause") == "node_lost" and leader is None:
+        # Members that were given up, and are members again. A leader that was replaced may have
+        # been cut off itself, so its reports of others do not count. Those of the present leader
+        # count if they ended the round.
+        stayed = {member.task: member.host for member in was & is_}
+        for event in losses:
+            if event["task"] in stayed and time_of(event) > time_of(stop) - _AT_ONCE_S:
+                why.append(Cause("unreachable", time_of(event), (stayed[event["task"]],)))
+    if stop is not None and not (why or departed or arrived or leader):
+        why = [Cause("other", broke_at, detail=str(stop.get("reason", "")))]
+    causes = _joined([*left, *why, *came])
+    known = [c.time for c in causes if c.what not in ("arrived", "returned")]
+    yield TimelineEntry(
+        _kind_of(departed, arrived), min([*known, broke_at]), causes, len(before.members), size,
+        after.world_size, after.number, leader, cost,
+    )  # fmt: skip
 
 
 # ---- replicas, with ``ft=true``: none stops because of others
@@ -334,22 +317,32 @@ def _of_replicas(run: EventIndex) -> Iterator[TimelineEntry]:
         time = time_of(event)
         attempt = run.member_until(event["task"], time)
         successor = _successor(run, attempt, time)
+        at = bisect_right(run.rounds, time, key=lambda round_: round_.time)
+        rounds = (run.rounds[i] for i in range(at - 1, -1, -1))
+        joined = next((round_.time for round_ in rounds if attempt in round_.members), 0.0)
         cause = _why_left(
-            attempt, run.excluded, since=_last_joined(run, attempt, time),
-            led=successor is not None, without_it=time + _AT_ONCE_S,
+            attempt, run.excluded, since=joined, led=successor is not None,
+            without_it=time + _AT_ONCE_S,
         )  # fmt: skip
         cause = cause if cause.time else replace(cause, time=time)
         one = _Departed(int(event["nodes"]), cause, successor)
         at = int(cause.time // _TOGETHER_S)
-        near = [recent.get((cause.what, when), []) for when in (at - 1, at, at + 1)]
-        for group in near:
-            if group and abs(cause.time - group[-1].cause.time) <= _TOGETHER_S:
-                break
-        else:
+        near = (recent.get((cause.what, when), []) for when in (at - 1, at, at + 1))
+        close = (g for g in near if g and abs(cause.time - g[-1].cause.time) <= _TOGETHER_S)
+        if (group := next(close, None)) is None:
             groups.append(group := [])
         group.append(one)
         recent[cause.what, at] = group
-    yield from (_departure(run, group) for group in groups)
+    for group in groups:
+        causes, left = [one.cause for one in group], group[-1].nodes
+        saves = all(cause.what in _ANNOUNCED_CAUSES for cause in causes)
+        leaders = [one.successor for one in group if one.successor is not None]
+        leader = max(leaders, key=lambda e: int(e["term"])) if leaders and left else None
+        yield TimelineEntry(
+            "shrank" if left else "stopped", min(cause.time for cause in causes), _joined(causes),
+            group[0].nodes + 1, left, cost=Cost(lost_steps=0 if saves and left else None),
+            leader=_host_of(run, leader), has_replicas=True,
+        )  # fmt: skip
     yield from (_placement(run, *two) for two in pairwise(run.rounds))
     for before, after in pairwise(run.leaders):  # whose predecessor is still a replica
         time = time_of(after)
@@ -358,25 +351,6 @@ def _of_replicas(run: EventIndex) -> Iterator[TimelineEntry]:
             cause = Cause("leader_changed", time, (run.host_at(before["task"], time),))
             host = run.host_at(after["task"], time)
             yield TimelineEntry("leader", time, (cause,), leader=host, has_replicas=True)
-
-
-def _last_joined(run: EventIndex, attempt: TaskAttempt, time: float) -> float:
-    """Return when the last round until a time closed that has an attempt as member; 0 if none."""
-    at = bisect_right(run.rounds, time, key=lambda round_: round_.time)
-    before = (run.rounds[i] for i in range(at - 1, -1, -1))
-    return next((round_.time for round_ in before if attempt in round_.members), 0.0)
-
-
-def _departure(run: EventIndex, group: Sequence[_Departed]) -> TimelineEntry:
-    causes, left = [one.cause for one in group], group[-1].nodes
-    is_announced = all(cause.what in _ANNOUNCED_CAUSES for cause in causes)
-    successors = [one.successor for one in group if one.successor is not None]
-    leader = max(successors, key=lambda e: int(e["term"])) if successors and left else None
-    return TimelineEntry(
-        "shrank" if left else "stopped", min(cause.time for cause in causes), _joined(causes),
-        group[0].nodes + 1, left, cost=Cost(lost_steps=0 if is_announced and left else None),
-        leader=_host_of(run, leader), has_replicas=True,
-    )  # fmt: skip
 
 
 def _successor(run: EventIndex, attempt: TaskAttempt, time: float) -> Event | None:
@@ -456,14 +430,6 @@ def _cost(
     is_least = is_least and lost is not None and saved is None
     pause_s = round(max(0.0, on - stood), 1)
     return Cost(saved, reached, resumed, lost, is_least, pause_s, trains=bool(after))
-
-
-def _signs_of(run: EventIndex, round_: Round) -> list[Event]:
-    """Return how far the workers of a round came at least, which reported no end."""
-    signs = [event for event in _first_steps(round_) if not event.get("counted")]
-    point = run.last_points.get(round_.number)
-    last = [] if point is None else [{"step": point.step, "step_time": point.time}]
-    return [*signs, *last]
 
 
 def lost_steps(costs: Iterable[tuple[int | None, bool]]) -> str:
@@ -551,8 +517,7 @@ def _joined(causes: Iterable[Cause]) -> tuple[Cause, ...]:
     found: dict[Cause, Cause] = {}
     for cause in causes:
         key = replace(cause, time=0.0, hosts=(), away_s=None)
-        if key in found:
-            same = found[key]
+        if (same := found.get(key)) is not None:
             away_s = max((s for s in (same.away_s, cause.away_s) if s is not None), default=None)
             hosts = (*same.hosts, *cause.hosts)
             cause = replace(same, time=min(same.time, cause.time), hosts=hosts, away_s=away_s)

@@ -123,11 +123,9 @@ class RunSpec:
 
     def task_names(self, job_ids: Mapping[int, str]) -> list[str]:
         """Return the names of the run's tasks by slot, as far as their arrays were submitted."""
-        return [
-            task_name(job_ids[k], index, coallocated=slot < self.settings.num_coallocated)
-            for slot, (k, index) in enumerate(self.tasks)
-            if k in job_ids
-        ]
+        places, together = enumerate(self.tasks), self.settings.num_coallocated
+        named = ((slot, job_ids[k], index) for slot, (k, index) in places if k in job_ids)
+        return [task_name(job, index, coallocated=slot < together) for slot, job, index in named]
 
     @property
     def texts(self) -> Path:

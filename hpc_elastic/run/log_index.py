@@ -126,7 +126,5 @@ def _read(f: BinaryIO, first: int, num: int) -> list[Record]:
     f.seek(first * _RECORD.size)
     data = f.read(num * _RECORD.size)
     whole = len(data) // _RECORD.size * _RECORD.size
-    return [
-        (size, time_s if 0.0 <= time_s <= LATEST_TIME else 0.0)
-        for size, time_s in _RECORD.iter_unpack(data[:whole])
-    ]
+    records = _RECORD.iter_unpack(data[:whole])
+    return [(size, time_s if 0.0 <= time_s <= LATEST_TIME else 0.0) for size, time_s in records]

@@ -89,12 +89,9 @@ class Notifier:
         except OSError as e:
             _log.warning("the message %s is not sent: %s", key, e)
             return
-        about = {
-            "event": event,
-            "text": f"run {self.spec.run_id} {text}"[:500],
-            "time": time.time(),
-        }
-        where = {"run_id": self.spec.run_id, "run": str(self.run.path)}
+        run_id = self.spec.run_id
+        about = {"event": event, "text": f"run {run_id} {text}"[:500], "time": time.time()}
+        where = {"run_id": run_id, "run": str(self.run.path)}
         body = json.dumps({**facts, **about, **where, "sender": socket.gethostname()}, default=str)
         settings, whys = self.spec.settings.launcher.notify, list[str | None]()
         if settings.command is not None:
@@ -102,7 +99,7 @@ class Notifier:
             code, _, why = _util.run_shell(
                 settings.command, timeout_s=settings.timeout_s, env=env, stdin=body
             )
-            whys.append(None if code == 0 else f"command: {why}")
+            whys += [] if code == 0 else [f"command: {why}"]
         if settings.webhook is not None:
             late: list[str | None] = [f"webhook: no answer after {settings.timeout_s:g} s"]
             arguments = settings.webhook, body, settings.timeout_s

@@ -107,7 +107,9 @@ def require_own(folder: Path, *used: Path) -> None:
             try:
                 _require_own(path)
             except UntrustedRunError:
-                _forget_attributes(path)
+                with contextlib.suppress(OSError):
+                    if path.is_dir() or path.is_file():
+                        status_of(path)  # the user may just have changed the mode on another host
                 _require_own(path)
         except (FileNotFoundError, NotADirectoryError):
             continue  # its reader reports that
@@ -132,13 +134,6 @@ def _require_own(path: Path) -> None:
     forbidden = _NOBODY_ELSE if has_acl(path) else _NO_GROUP_EITHER
     if found.st_mode & forbidden:
         raise _refusal(path, found, "may be written by others")
-
-
-def _forget_attributes(path: Path) -> None:
-    """Have an NFS client ask for the mode again, which the user may just have changed elsewhere."""
-    with contextlib.suppress(OSError):
-        if path.is_dir() or path.is_file():
-            status_of(path)
 
 
 def _own_uid_in(path: Path, found: os.stat_result) -> int | None:

@@ -39,7 +39,6 @@ _LARGEST, _LARGEST_REAL = 1 << 63, 1e300  # of the integers, and other numbers, 
 Event = dict[str, Any]
 
 
-@dataclass(frozen=True)
 class EventLog:
     """The events of one task, appended from any thread.
 
@@ -47,12 +46,11 @@ class EventLog:
     next call that succeeds.
     """
 
-    path: Path
-    task: str
-    _waiting: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
-    _lock: threading.Lock = field(
-        default_factory=threading.Lock, init=False, repr=False, compare=False
-    )
+    def __init__(self, path: Path, task: str) -> None:
+        self.path = path
+        self.task = task
+        self._waiting: list[str] = []
+        self._lock = threading.Lock()
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one event."""
@@ -68,9 +66,8 @@ class EventLog:
 
     def line(self, kind: str, **fields: Any) -> str:
         """Return the line of an event at the present time, for `append`."""
-        line = json.dumps(
-            {"v": VERSION, "time": time.time(), "kind": kind, "task": self.task, **fields}
-        )
+        named = {"v": VERSION, "time": time.time(), "kind": kind, "task": self.task}
+        line = json.dumps({**named, **fields})
         _log.info("%s", line[:_LOGGED_CHARS])
         return line
 

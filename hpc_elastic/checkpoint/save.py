@@ -19,7 +19,6 @@ are the same gives its shard a second name instead. If all is the same, rank 0 l
 checkpoint stand, and otherwise replaces it (`store`).
 
 With a memory tier most saves stay in the nodes' memory; `to_store` is the same on every rank.
-
 Nothing here is collective, and everything runs in whatever thread calls `Save.run`.
 """
 

@@ -1,7 +1,4 @@
-"""An all-reduce of gradients whose sums do not depend on DDP's buckets.
-
-This module imports torch; the others of this package do not.
-"""
+"""An all-reduce of gradients whose sums do not depend on DDP's buckets."""
 
 from typing import Any
 

@@ -17,8 +17,6 @@ the same tree, and sends nothing.
 
 Buffers, such as the statistics of batch normalisation. Each virtual rank begins the step with those
 of the step before. Those of virtual rank 0 are kept, as DistributedDataParallel keeps rank 0's.
-
-This module imports torch.
 """
 
 from __future__ import annotations

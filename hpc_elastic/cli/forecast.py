@@ -21,7 +21,7 @@ from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.run.directory import ArrayFiles, RunDir
 from hpc_elastic.shared_files import read_text
 from hpc_elastic.slurm import parsing
-from hpc_elastic.slurm.client import SiteClient
+from hpc_elastic.slurm.client import SlurmClient
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _finite(value: float) -> float | None:
 
 def make_forecast(scripts: Sequence[Path]) -> RunForecast:
     """Query Slurm, and return the forecast of the first run; ConfigError if sbatch refuses it."""
-    client = SiteClient(env=dict(os.environ))
+    client = SlurmClient(env=dict(os.environ))
     runs = dict.fromkeys(d for script in scripts for d in ArrayFiles.of(script).run_dirs())
     settings = RunDir(next(iter(runs))).load().settings
     config, partitions = client.config(), client.all_partitions()
@@ -140,7 +140,7 @@ def make_forecast(scripts: Sequence[Path]) -> RunForecast:
 
 
 def _tests(
-    client: SiteClient, scripts: Sequence[Path], settings: RunSettings, now: float
+    client: SlurmClient, scripts: Sequence[Path], settings: RunSettings, now: float
 ) -> tuple[dict[int, float], list[str]]:
     """Return when Slurm would start jobs by their number of nodes, and which it refuses."""
     from hpc_elastic.launcher.slurm import refusal

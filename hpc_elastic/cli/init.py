@@ -13,7 +13,7 @@ import click
 from hpc_elastic import _util
 from hpc_elastic.errors import ConfigError, HpcElasticError, SlurmCommandError
 from hpc_elastic.shared_files import write_atomic
-from hpc_elastic.slurm.client import SiteClient
+from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.parsing import NodeKind, Partition, gpus_of_each
 
 _START = ("train.py", "conf/config.yaml")
@@ -167,7 +167,7 @@ def _write_cluster(
     folder: Path, name: str | None, partition: str | None, *, force: bool
 ) -> tuple[str, str]:
     """Write the cluster file; return the cluster's name, and what was written."""
-    client = SiteClient()
+    client = SlurmClient()
     config, partitions = client.config(), client.all_partitions()
     chosen = _choose(partitions, partition)
     name = name or re.sub(r"\W", "_", config.get("ClusterName") or "mycluster")

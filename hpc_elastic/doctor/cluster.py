@@ -24,7 +24,7 @@ from hpc_elastic.launcher.slurm import refusal, with_shell_defaults
 from hpc_elastic.run.registry import user
 from hpc_elastic.site import NodeState
 from hpc_elastic.slurm import parsing
-from hpc_elastic.slurm.client import SiteClient
+from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.parsing import Partition, Qos
 
 _T = TypeVar("_T")
@@ -140,7 +140,7 @@ class ClusterFacts:
 
 
 def query_cluster(
-    settings: SlurmSettings, render_script: Callable[[], str], client: SiteClient
+    settings: SlurmSettings, render_script: Callable[[], str], client: SlurmClient
 ) -> ClusterFacts:
     """Query Slurm about all that concerns a run; ``render_script`` returns that of one node."""
     problems: dict[str, str] = {}
@@ -191,7 +191,7 @@ def query_cluster(
     return replace(facts, refusal=refused)
 
 
-def _count_nodes(client: SiteClient, partition: str | None) -> dict[str, int]:
+def _count_nodes(client: SlurmClient, partition: str | None) -> dict[str, int]:
     """Return the number of nodes by state, without the marks that keep no task away."""
     states = map(NodeState.parse, client.each_node(partition).values())
     return dict(Counter(state.name for state in states))

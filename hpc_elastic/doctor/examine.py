@@ -13,7 +13,7 @@ from hpc_elastic.doctor.cluster import ClusterFacts
 from hpc_elastic.doctor.findings import Finding, Verdict, fail
 from hpc_elastic.doctor.probe_job import Report
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.slurm.client import SiteClient
+from hpc_elastic.slurm.client import SlurmClient
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Examination:
 
 def examine_login_node(settings: RunSettings, path: Path) -> Examination:
     """Examine the login node, Slurm and a directory that exists; nothing is submitted."""
-    client = SiteClient(env=dict(os.environ))
+    client = SlurmClient(env=dict(os.environ))
     launcher = cluster.slurm_settings(settings)
     own_python = launcher.python is None and launcher.container.runtime is None
     here, shared = probe_task.collect_host_facts(), probe_task.collect_folder_facts(path)

@@ -37,7 +37,7 @@ from hpc_elastic.launcher.slurm import refusal, submit_script
 from hpc_elastic.launcher.submit import read_template
 from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, Submission
 from hpc_elastic.shared_files import is_there, read_tail, write_atomic
-from hpc_elastic.slurm.client import SiteClient
+from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import Phase, TaskState
 
 Report = Callable[[str], None]
@@ -67,7 +67,7 @@ def submit_probe(
 ) -> ProbeRun:
     """Submit a probe in the directory to test."""
     own = Path(tempfile.mkdtemp(dir=folder, prefix="hpc-elastic-doctor-"))
-    launcher, client = slurm_settings(settings), SiteClient(env=dict(os.environ))
+    launcher, client = slurm_settings(settings), SlurmClient(env=dict(os.environ))
     limits = [p.max_time_s for p in cluster.named(launcher.partition) if p.max_time_s is not None]
     launcher = replace(launcher, time=time_limit(settings, max(limits, default=None)))
     try:
@@ -135,7 +135,7 @@ class ProbeRun:
     """
 
     def __init__(
-        self, job_id: str, num_nodes: int, place: ProbeFolder, client: SiteClient, report: Report,
+        self, job_id: str, num_nodes: int, place: ProbeFolder, client: SlurmClient, report: Report,
         notice: str = "USR2", kill_wait_s: float = 30.0,
     ) -> None:  # fmt: skip
         self._job_id = job_id

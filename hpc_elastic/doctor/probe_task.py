@@ -34,7 +34,7 @@ from hpc_elastic.gpus import count_devices
 from hpc_elastic.launcher.user_code import packages
 from hpc_elastic.run.registry import user
 from hpc_elastic.shared_files import Mount
-from hpc_elastic.slurm.client import SlurmClient, reachable
+from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import SlurmEnvironment, granted_gpus
 from hpc_elastic.slurm.parsing import gpus_of_each
 from hpc_elastic.transport import interface as interface_module
@@ -375,6 +375,17 @@ def _clock_offset(trial: Path) -> float:
     dated = (trial / "dated").stat().st_mtime
     after = time.time()
     return min(0.0, dated - before) if dated < before else max(0.0, dated - after)
+
+
+def reachable(client: SlurmClient, task: str) -> dict[str, str | None]:
+    """Return the problem of squeue and of scontrol on this machine, None if it answers."""
+    problems: dict[str, str | None] = {"squeue": None, "scontrol": None}
+    for command, query in (("squeue", lambda: client.tasks([task])), ("scontrol", client.config)):
+        try:
+            query()
+        except SlurmCommandError as e:
+            problems[command] = e.stderr.strip()[:300]
+    return problems
 
 
 if __name__ == "__main__":

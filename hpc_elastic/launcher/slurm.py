@@ -42,7 +42,7 @@ from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, RunDir, Submission
 from hpc_elastic.shared_files import write_atomic
 from hpc_elastic.site import TimeSlots, choose_terms, time_slots_of
 from hpc_elastic.slurm import run_tasks
-from hpc_elastic.slurm.client import SiteClient, SlurmClient
+from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.parsing import (
     NodeKind,
@@ -320,7 +320,7 @@ def max_array_size(*, dry_run: bool, client: SlurmClient | None = None) -> int:
 
 
 def query_partitions(
-    runs: Sequence[RunRequest], client: SiteClient | None = None
+    runs: Sequence[RunRequest], client: SlurmClient | None = None
 ) -> list[list[Preemption]]:
     """Return how tasks of each run's pools are preempted; ConfigError if they cannot hold the run.
 
@@ -331,11 +331,11 @@ def query_partitions(
 
     @cache
     def query(partition: str | None, qos: str | None) -> Preemption:
-        return (client or SiteClient()).preemption(partition, qos)
+        return (client or SlurmClient()).preemption(partition, qos)
 
     @cache
     def has_gpus(partition: str | None) -> bool:
-        return any(kind.gpus for kind in (client or SiteClient()).node_kinds(partition))
+        return any(kind.gpus for kind in (client or SlurmClient()).node_kinds(partition))
 
     notes: dict[str, None] = {}
 
@@ -360,7 +360,7 @@ def query_partitions(
 
 
 def choose_harvest(
-    requests: Sequence[RunRequest], client: SiteClient | None = None
+    requests: Sequence[RunRequest], client: SlurmClient | None = None
 ) -> list[RunRequest]:
     """Choose what ``launcher.harvest=auto`` is here, and print it; a resumed run keeps its own."""
     distinct = {id(request.settings): request.settings for request in requests}

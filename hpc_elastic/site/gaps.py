@@ -41,7 +41,7 @@ from hpc_elastic.site import forecast
 from hpc_elastic.site.forecast import Demand, RunTimes, StartTimes
 from hpc_elastic.site.nodes import NodeState
 from hpc_elastic.slurm import run_tasks
-from hpc_elastic.slurm.client import SiteClient
+from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import WAITS_FOR_NODES, Phase, TaskState, remedy
 from hpc_elastic.slurm.nodelist import expand
 from hpc_elastic.slurm.parsing import RESERVED, Partition, QueuedJob, selected
@@ -502,7 +502,7 @@ def task_terms(
     return TaskTerms(math.inf if limit_s is None else limit_s, gap_s)
 
 
-def no_reserve_qos(launchers: Sequence[Any], client: SiteClient) -> frozenset[str]:
+def no_reserve_qos(launchers: Sequence[Any], client: SlurmClient) -> frozenset[str]:
     """Return the QOS that are known to have the flag NoReserve, if a pool has a QOS."""
     with suppress(SlurmCommandError):  # no accounting, or it is private
         if any(launcher.qos is not None for launcher in launchers):
@@ -511,7 +511,7 @@ def no_reserve_qos(launchers: Sequence[Any], client: SiteClient) -> frozenset[st
 
 
 def next_start(
-    spec: RunSpec, expected: ExpectedStart, client: SiteClient | None = None
+    spec: RunSpec, expected: ExpectedStart, client: SlurmClient | None = None
 ) -> ExpectedStart:
     """Return the start of the next waiting task, in gaps too, and by how long jobs really run.
 
@@ -524,7 +524,7 @@ def next_start(
     launchers: list[Any] = [own for _, own in spec.settings.shares]
     if spec.settings.backend == "local" or any(own.constraint for own in launchers):
         return expected
-    client = client or SiteClient(env=dict(os.environ))
+    client = client or SlurmClient(env=dict(os.environ))
     partitions, own = client.all_partitions(), set(run_tasks.jobs_of(spec))
     jobs = client.queue()
     ahead, now, starts = ahead_of(jobs, own), time.time(), list[float]()

@@ -17,7 +17,7 @@ from hpc_elastic.config.schema import RunSettings, SlurmSettings
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.run.registry import user
 from hpc_elastic.slurm import parsing
-from hpc_elastic.slurm.client import SiteClient
+from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.parsing import Partition, Qos, preemptible_qos, selected
 
 _LEAST_SLOT = "5"
@@ -37,7 +37,7 @@ class HarvestSite:
     qos: Sequence[Qos] = ()
 
     @classmethod
-    def query(cls, client: SiteClient, account: str | None) -> HarvestSite:
+    def query(cls, client: SlurmClient, account: str | None) -> HarvestSite:
         """Query Slurm for runs of an account; gaps are filled without what it does not answer."""
         config: Mapping[str, str] = {}
         try:
@@ -94,13 +94,13 @@ def give_way_terms(launcher: SlurmSettings, config: Mapping[str, str]) -> tuple[
 
 
 def choose_terms(
-    runs: Sequence[RunSettings], client: SiteClient | None = None
+    runs: Sequence[RunSettings], client: SlurmClient | None = None
 ) -> tuple[list[RunSettings], list[str]]:
     """Return settings without ``auto``, by what the cluster offers, and the reasons."""
 
     @cache
     def site(account: str | None) -> HarvestSite:
-        return HarvestSite.query(client or SiteClient(), account)
+        return HarvestSite.query(client or SlurmClient(), account)
 
     notes: dict[str | None, None] = {}
 

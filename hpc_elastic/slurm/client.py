@@ -409,122 +409,7 @@ class SlurmClient:
         env = {**self._outside(), environment.REPLACEMENT: "1"}
         return self.sbatch(script, flags, env=env, timeout_s=self.timeout_s)
 
-    def _update_waiting(self, tasks: Iterable[str], *what: str) -> None:
-        """Update waiting tasks; those that no longer wait are no error."""
-        for task in _compact(tasks):
-            self._run_unless(parsing.NOT_WAITING, "scontrol", "update", f"jobid={task}", *what)
-
-    def _outside(self) -> dict[str, str]:
-        """Return the environment for a submission by a task: without that of its own job."""
-        given = environment.of_this_process() if self._given is None else self._given
-        return environment.for_submission(given)
-
-    def _run(self, argv: Sequence[str], timeout_s: float = math.inf) -> str:
-        """Return a command's standard output; squeue and sacct print times in Unix seconds.
-
-        A local time is ambiguous in the hour in which daylight saving ends.
-        """
-        unix = {"SLURM_TIME_FORMAT": "%s"} if argv[0] in ("squeue", "sacct") else {}
-        limit_s = min(timeout_s, self.timeout_s)
-        return call(argv, env={**self._env, **unix}, timeout_s=limit_s)
-
-    def _run_for_known(
-        self,
-        argv: Sequence[str],
-        is_unknown: Callable[[SlurmCommandError], bool] = parsing.is_forgotten,
-    ) -> str:
-        """Return the output of a command; empty if it fails since Slurm knows no such job."""
-        try:
-            return self._run(argv)
-        except SlurmCommandError as e:
-            if not is_unknown(e):
-                raise
-            return ""
-
-    def _run_unless(self, phrases: Sequence[str], *argv: str) -> None:
-        """Run a command whose failure is none if it prints only lines with these phrases."""
-        try:
-            self._run(argv)
-        except SlurmCommandError as e:
-            if not parsing.has_only_lines_with(phrases, e):
-                raise
-
-
-def _parsed(argv: Sequence[str], output: str, parse: Callable[[str], _T]) -> _T:
-    """Return what a command printed, parsed; SlurmCommandError if it is malformed."""
-    try:
-        return parse(output)
-    except ValueError as e:
-        raise SlurmCommandError(argv, 0, str(e)) from e
-
-
-def _compact(tasks: Iterable[str]) -> Iterator[str]:
-    """Yield ``123_[1-5,7]`` for the elements of an array, and other names as they are."""
-    elements = dict[str, list[int]]()
-    for task in dict.fromkeys(map(queue_name, tasks)):
-        index = index_of(task)
-        if index is None:
-            yield task
-        else:
-            elements.setdefault(job_of(task), []).append(index)
-    for job, indices in elements.items():
-        yield f"{job}_[{compress_indices(indices)}]"
-
-
-# ---- one call of a command
-
-
-_IGNORED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_IGNORING = ["/bin/sh", "-c", 'trap "" TERM USR1 USR2; exec "$@"', "sh"]
-_TRIES = 3
-
-
-def call(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float | None) -> str:
-    """Return the standard output of a command, or raise SlurmCommandError; ``env`` has PATH."""
-    return _call(argv, env, timeout_s).stdout
-
-
-def _call(
-    argv: Sequence[str], env: Mapping[str, str], timeout_s: float | None
-) -> subprocess.CompletedProcess[str]:
-    try:
-        if shutil.which(argv[0], path=env.get("PATH", os.defpath)) is None:
-            raise FileNotFoundError(errno.ENOENT, "not found")
-        for _ in range(_TRIES):
-            with _said_if_slow(argv, timeout_s):
-                done = _util.run([*_IGNORING, *argv], env=env, timeout_s=timeout_s)
-            if -done.returncode not in _IGNORED:
-                break  # else the shell got the signal before its trap: the command did not start
-    except subprocess.TimeoutExpired as e:
-        raise SlurmCommandError(argv, None, f"no answer within {e.timeout:g} s") from e
-    except OSError as e:
-        why = f"{e.strerror or e}; is Slurm installed here, and on PATH?"
-        raise SlurmCommandError(argv, None, why) from e
-    if done.returncode != 0:
-        raise SlurmCommandError(argv, done.returncode, done.stderr.strip() or done.stdout)
-    return done
-
-
-@contextmanager
-def _said_if_slow(argv: Sequence[str], timeout_s: float | None) -> Iterator[None]:
-    """Log it once if a command takes long, and is waited for longer."""
-    rest = "" if timeout_s is None else f", and is waited for up to {timeout_s:g} s"
-    what = f"`{argv[0]}` has not answered for {_SLOW_S:g} s{rest}: the controller is slow"
-    timer = threading.Timer(_SLOW_S, _log.warning, [what])
-    timer.daemon = True
-    if timeout_s is None or timeout_s > _SLOW_S:
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-# ---- the cluster as a whole, for the doctor
-
-
-class SiteClient(SlurmClient):
-    """Queries about the cluster. Every method raises `SlurmCommandError`, as in `SlurmClient`."""
+    # ---- the cluster as a whole
 
     def version(self, command: str) -> str:
         """Return the version of one of Slurm's commands, such as ``22.05.8``."""
@@ -612,13 +497,110 @@ class SiteClient(SlurmClient):
         """Send SIGKILL to all processes of tasks, batch scripts too; ended tasks are no error."""
         self._run_unless(parsing.ENDED, "scancel", "--full", "--signal=KILL", *tasks)
 
+    # ---- calls of commands
 
-def reachable(client: SlurmClient, task: str) -> dict[str, str | None]:
-    """Return the problem of squeue and of scontrol on this machine, None if it answers."""
-    problems: dict[str, str | None] = {"squeue": None, "scontrol": None}
-    for command, query in (("squeue", lambda: client.tasks([task])), ("scontrol", client.config)):
+    def _update_waiting(self, tasks: Iterable[str], *what: str) -> None:
+        """Update waiting tasks; those that no longer wait are no error."""
+        for task in _compact(tasks):
+            self._run_unless(parsing.NOT_WAITING, "scontrol", "update", f"jobid={task}", *what)
+
+    def _outside(self) -> dict[str, str]:
+        """Return the environment for a submission by a task: without that of its own job."""
+        given = environment.of_this_process() if self._given is None else self._given
+        return environment.for_submission(given)
+
+    def _run(self, argv: Sequence[str], timeout_s: float = math.inf) -> str:
+        """Return a command's standard output; squeue and sacct print times in Unix seconds.
+
+        A local time is ambiguous in the hour in which daylight saving ends.
+        """
+        unix = {"SLURM_TIME_FORMAT": "%s"} if argv[0] in ("squeue", "sacct") else {}
+        limit_s = min(timeout_s, self.timeout_s)
+        return _call(argv, {**self._env, **unix}, limit_s).stdout
+
+    def _run_for_known(
+        self,
+        argv: Sequence[str],
+        is_unknown: Callable[[SlurmCommandError], bool] = parsing.is_forgotten,
+    ) -> str:
+        """Return the output of a command; empty if it fails since Slurm knows no such job."""
         try:
-            query()
+            return self._run(argv)
         except SlurmCommandError as e:
-            problems[command] = e.stderr.strip()[:300]
-    return problems
+            if not is_unknown(e):
+                raise
+            return ""
+
+    def _run_unless(self, phrases: Sequence[str], *argv: str) -> None:
+        """Run a command whose failure is none if it prints only lines with these phrases."""
+        try:
+            self._run(argv)
+        except SlurmCommandError as e:
+            if not parsing.has_only_lines_with(phrases, e):
+                raise
+
+
+def _parsed(argv: Sequence[str], output: str, parse: Callable[[str], _T]) -> _T:
+    """Return what a command printed, parsed; SlurmCommandError if it is malformed."""
+    try:
+        return parse(output)
+    except ValueError as e:
+        raise SlurmCommandError(argv, 0, str(e)) from e
+
+
+def _compact(tasks: Iterable[str]) -> Iterator[str]:
+    """Yield ``123_[1-5,7]`` for the elements of an array, and other names as they are."""
+    elements = dict[str, list[int]]()
+    for task in dict.fromkeys(map(queue_name, tasks)):
+        index = index_of(task)
+        if index is None:
+            yield task
+        else:
+            elements.setdefault(job_of(task), []).append(index)
+    for job, indices in elements.items():
+        yield f"{job}_[{compress_indices(indices)}]"
+
+
+# ---- one call of a command
+
+
+_IGNORED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_IGNORING = ["/bin/sh", "-c", 'trap "" TERM USR1 USR2; exec "$@"', "sh"]
+_TRIES = 3
+
+
+def _call(
+    argv: Sequence[str], env: Mapping[str, str], timeout_s: float | None
+) -> subprocess.CompletedProcess[str]:
+    """Return a command that has succeeded, or raise SlurmCommandError; ``env`` has PATH."""
+    try:
+        if shutil.which(argv[0], path=env.get("PATH", os.defpath)) is None:
+            raise FileNotFoundError(errno.ENOENT, "not found")
+        for _ in range(_TRIES):
+            with _said_if_slow(argv, timeout_s):
+                done = _util.run([*_IGNORING, *argv], env=env, timeout_s=timeout_s)
+            if -done.returncode not in _IGNORED:
+                break  # else the shell got the signal before its trap: the command did not start
+    except subprocess.TimeoutExpired as e:
+        raise SlurmCommandError(argv, None, f"no answer within {e.timeout:g} s") from e
+    except OSError as e:
+        why = f"{e.strerror or e}; is Slurm installed here, and on PATH?"
+        raise SlurmCommandError(argv, None, why) from e
+    if done.returncode != 0:
+        raise SlurmCommandError(argv, done.returncode, done.stderr.strip() or done.stdout)
+    return done
+
+
+@contextmanager
+def _said_if_slow(argv: Sequence[str], timeout_s: float | None) -> Iterator[None]:
+    """Log it once if a command takes long, and is waited for longer."""
+    rest = "" if timeout_s is None else f", and is waited for up to {timeout_s:g} s"
+    what = f"`{argv[0]}` has not answered for {_SLOW_S:g} s{rest}: the controller is slow"
+    timer = threading.Timer(_SLOW_S, _log.warning, [what])
+    timer.daemon = True
+    if timeout_s is None or timeout_s > _SLOW_S:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.slurm.client import SiteClient
+from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import TaskState
 
 PATIENCE_S = 120.0
@@ -64,9 +64,9 @@ class Backend:
     early_s: int = 0
 
     @property
-    def client(self) -> SiteClient:
+    def client(self) -> SlurmClient:
         """The product's own client, on this cluster."""
-        return SiteClient(30, env=self.env)
+        return SlurmClient(30, env=self.env)
 
     def run(self, *argv: str, check: bool = True) -> Any:
         """Run a command of Slurm's."""

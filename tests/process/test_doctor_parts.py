@@ -27,7 +27,7 @@ from hpc_elastic.doctor.probe_files import (
     survival_times,
 )
 from hpc_elastic.doctor.probe_network import CHANGES, NUM_ROUNDS, PATH, FolderTrial, LinkRace
-from hpc_elastic.slurm.client import SiteClient, reachable
+from hpc_elastic.slurm.client import SlurmClient
 
 PATIENCE_S = 30.0
 TOKEN = "t0ken"
@@ -255,6 +255,6 @@ def test_an_allreduce_without_an_answer_ends(monkeypatch):
 def test_slurm_commands_that_are_missing_are_told_by_name(tmp_path, monkeypatch):
     """As in a container without them."""
     monkeypatch.setitem(os.environ, "PATH", str(tmp_path))
-    problems = reachable(SiteClient(2), "1_0")
+    problems = probe_task.reachable(SlurmClient(2), "1_0")
     assert problems.keys() == {"squeue", "scontrol"}
     assert all("is Slurm installed" in why for why in problems.values())

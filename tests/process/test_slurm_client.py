@@ -14,7 +14,7 @@ from hpc_elastic.config.parse import time_limit_s
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.site.nodes import list_drained
 from hpc_elastic.slurm import client as slurm_command
-from hpc_elastic.slurm.client import SiteClient, SlurmClient
+from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.parsing import Preemption, is_refused
 
@@ -37,7 +37,7 @@ def command(tmp_path):
         path.write_text(f'#!/bin/sh\necho "$@" >> {log}\n{script}\n')
         path.chmod(0o755)
 
-    write.client = SiteClient(5, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    write.client = SlurmClient(5, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     write.calls = lambda: log.read_text().splitlines()
     return write
 
@@ -627,7 +627,7 @@ def test_drained_nodes_are_found_among_those_of_a_run(command, state):
     assert command.calls() == ["-h -N -a -n n1,n2,n3 -o %N|%T"]
 
 
-# ---- the cluster as a whole, for the doctor
+# ---- the cluster as a whole
 
 
 @pytest.mark.parametrize(

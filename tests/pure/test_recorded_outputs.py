@@ -60,7 +60,7 @@ def client(monkeypatch):
     def make(output, errors=""):
         done = CompletedProcess([], 0, output, errors)
         monkeypatch.setattr(slurm_client, "_call", lambda *args: done)
-        return slurm_client.SiteClient()
+        return slurm_client.SlurmClient()
 
     return make
 

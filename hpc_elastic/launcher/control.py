@@ -388,12 +388,9 @@ def _resumed_by_another(run: RunDir) -> SubmissionError:
 def _record(resumption: Resumption, jobs: run_handle.SubmittedJobs) -> run_handle.RunHandle:
     run = resumption.run
     EventLog(run.events(run_handle.COMMANDS), run_handle.COMMANDS).write(
-        "resume",
-        user=registry.user(),
-        host=socket.gethostname(),
-        generation=resumption.spec.generation,
-        nodes=str(resumption.spec.settings.nodes),
-    )
+        "resume", user=registry.user(), host=socket.gethostname(),
+        generation=resumption.spec.generation, nodes=str(resumption.spec.settings.nodes),
+    )  # fmt: skip
     with contextlib.suppress(OSError):
         if run.path not in {known.path for known in registry.newest_first()}:
             registry.add({resumption.spec.run_id: run.path})

@@ -437,13 +437,10 @@ class LocalJobs:
     def _spawn(self, task: LocalTask) -> subprocess.Popen[bytes]:
         with (self._submission.logs / f"{task.name}.log").open("ab") as output:
             return subprocess.Popen(
-                list(self._command(task.array_file)),
-                env=task.environment(os.environ),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
+                list(self._command(task.array_file)), env=task.environment(os.environ),
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,
-            )
+            )  # fmt: skip
 
     def write_table(self) -> None:
         """Write the table if it has changed; several launchers of a sweep write the same file."""

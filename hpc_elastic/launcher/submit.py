@@ -403,17 +403,10 @@ def render_scripts(
         settings = array.launcher
         assert isinstance(settings, SlurmSettings)
         script = batch_script.Script(
-            settings=settings,
-            job_name=settings.job_name or name,
-            num_tasks=len(array.tasks),
-            submission=plan.submission,
-            array=array.number,
-            coallocated=array.coallocated,
-            python=python,
-            cwd=cwd or Path.cwd(),
-            python_path=batch_script.python_path(os.environ),
+            settings, settings.job_name or name, len(array.tasks), plan.submission, array.number,
+            python, cwd or Path.cwd(), batch_script.python_path(os.environ), array.coallocated,
             trusting=ownership.is_trusting(),
-        )
+        )  # fmt: skip
         texts[array.number] = batch_script.render(script, read_template(settings.template))
     return texts
 

@@ -58,9 +58,8 @@ def entry_of(
 ) -> Entry:
     """Return the entry of a function at module level, or of an object whose class is there.
 
-    A worker calls it with the frozen config, or with ``args``; ``args`` of a
-    ``hydra`` entry are those of the command line. Raises ConfigError if workers could not import
-    it.
+    A worker calls it with the frozen config, or with ``args``; ``args`` of a ``hydra`` entry are
+    those of the command line. Raises ConfigError if workers could not import it.
     """
     attributes: dict[str, Any] | None = None
     named: Any = function

@@ -40,7 +40,6 @@ UNREADABLE_S = 30.0
 """Seconds for which a run may be unreadable before a message is printed."""
 _LONGEST_ERROR = 600
 """Most characters of a failed worker's error that are printed; the run's logs hold all of it."""
-
 _MANY = 500
 """Runs from which on their submission shows how far it is."""
 

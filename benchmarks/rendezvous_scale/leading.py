@@ -11,7 +11,7 @@ from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.leader import Leader, LeaderContext
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, RoundRules, claim
-from hpc_elastic.rendezvous.status_writer import StatusWriter
+from hpc_elastic.rendezvous.term import StatusWriter
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.slurm.job_state import TaskState
@@ -48,7 +48,7 @@ class IdleScheduler:
     def _do_nothing(self, *_: object) -> None:
         """Nothing is queued."""
 
-    prepare_store = cancel_pending = postpone_pending = _do_nothing
+    is_running = prepare_store = cancel_pending = postpone_pending = _do_nothing
     restart_tasks = readmit = exclude_nodes = log_of = _do_nothing
 
 

@@ -33,17 +33,16 @@ from hpc_elastic.config.schema import Nproc
 from hpc_elastic.data.batch import THROUGHPUT_UNIT
 from hpc_elastic.ft.manager_server import STORE_KEY
 from hpc_elastic.gpus import driver_gpus
-from hpc_elastic.rendezvous import leader
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.failure_policy import LONGEST_EXCLUDED_S
 from hpc_elastic.rendezvous.follower_state import REMOVED
+from hpc_elastic.rendezvous.leader import LeaderContext
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import Agent, RoundRules
 from hpc_elastic.rendezvous.messages import OLDER_ATTEMPT, Requeue
 from hpc_elastic.rendezvous.round_stores import RoundStores
 from hpc_elastic.rendezvous.session import Session
-from hpc_elastic.rendezvous.status_writer import StatusWriter
-from hpc_elastic.rendezvous.term import RunFiles
+from hpc_elastic.rendezvous.term import RunFiles, StatusWriter
 from hpc_elastic.run import queue_name
 from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.events import EventLog
@@ -339,24 +338,18 @@ class NodeAgent:
             task.name, task.attempt, task.slot, slurm.node_name, self._nproc, slurm.switches,
             round(THROUGHPUT_UNIT * task.pool.throughput),
         )  # fmt: skip
-        candidate = leader.LeaderCandidate(
-            self._interface.address,
-            self._leader_context(),
-            self._scheduler.is_running,
-            tuple(found[0] for found in interface.group_addresses() if found),
-        )
-        settings = task.spec.settings
+        context, settings = self._leader_context(), task.spec.settings
         socket = self._control.path / "ft.sock" if settings.ft else None
-        session = Session(me, candidate, progress=self._observer.progress, ft_socket=socket)
+        session = Session(me, context, progress=self._observer.progress, ft_socket=socket)
         if socket is not None:
             max_replicas = settings.nodes.max // settings.nodes.unit
             self._replica = Replica(me, session, socket, max_replicas, self._events.write_behind)
         return session
 
-    def _leader_context(self) -> leader.LeaderContext:
+    def _leader_context(self) -> LeaderContext:
         run, spec, events = self._task.run, self._task.spec, self._events
         settings, secret = spec.settings.launcher.rendezvous, read_bytes(run.secret)
-        return leader.LeaderContext(
+        return LeaderContext(
             rules=RoundRules.of(
                 spec.settings, in_sweep=self._queue is not None,
                 fits_time_limits=any(pool.restored_limit_s is not None for pool in spec.pools),
@@ -371,9 +364,11 @@ class NodeAgent:
             scheduler=self._scheduler,
             queue=self._queue,
             files=RunFiles(run),
+            address=self._interface.address,
+            group_addresses=tuple(found[0] for found in interface.group_addresses() if found),
             generation=spec.generation,
             prepare_message=self._notifier.prepare,
-            timing=leader.LeaderTiming.of(self._mount),
+            is_local=self._mount.is_local,
         )  # fmt: skip
 
     def _sample(self) -> Sample:

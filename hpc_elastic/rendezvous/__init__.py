@@ -20,8 +20,7 @@ Pure modules, each with its theory of operation at its head; read them in this o
 Modules with effects:
 
 - `decision_log`    the entries on the shared file system, and the lease
-- `term`            fences all writes of a leader
-- `status_writer`   events, status, progress and result
+- `term`            fences all writes of a leader: events, status, progress and result
 - `leader`          carries out the effects of a leader's state: sockets, files, Slurm
 - `session`         one agent: carries out the effects of its follower's state, or leads
 - `round_stores`    the store of a round, where its workers meet, in a process of its own

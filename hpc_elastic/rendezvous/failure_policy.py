@@ -54,7 +54,7 @@ import re
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_elastic.rendezvous import task_recovery
@@ -119,55 +119,44 @@ def strikes_of(failure: Failure) -> int:
     return int(bool(_DOUBTFUL.search(text)) and not is_secondary(failure))
 
 
-@dataclass
-class FailurePolicy:
+class FailurePolicy(FailureCounters):
     """Restarts, failures and bad hosts of a run so far, over all terms."""
 
-    rules: RoundRules
-    restarts: int = 0
-    not_counted: bool = False
-    """Whether failures in the broken round are consequences of what broke it."""
-    failures: list[Failure] = field(default_factory=list)
-    """Of the broken round."""
-    progress: int | None = None
-    """Step of the last announced checkpoint."""
-    failures_without_progress: int = 0
-    """Rounds in a row that broke by a failure of their own and made no checkpoint."""
-    first_of_series: Failure | None = None
-    losses: int = 0
-    """Rounds in a row that lost nodes broke, without progress."""
-    reached: int | None = None
-    """The furthest step of any round."""
-    gone: dict[str, LostNode] = field(default_factory=dict)
-    """Task -> its last loss that nothing has announced, until its next attempt joins."""
-    strikes: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    """Host -> times of its strikes."""
-    exclusions: dict[str, float] = field(default_factory=dict)
-    """Host -> the end of its exclusion."""
-    failed_terms: tuple[Failure, ...] = ()
-    """Of leaders, in a row, without progress; without tracebacks."""
-    now: float = 0.0
-    """Unix time of the last event."""
-    _loss_round: int = 0
-    """The last round that lost a node."""
-    _num_lost: int = 0
-    """How many nodes that round has lost."""
-    _has_progressed: bool = False
-    """Whether the round has announced a checkpoint beyond the last one known."""
-    _silent: set[str] = field(default_factory=set)
-    """Hosts whose agents stopped in the round that is to be judged."""
+    gone: dict[str, LostNode]
+    strikes: dict[str, tuple[float, ...]]
+    exclusions: dict[str, float]
+
+    def __init__(self, rules: RoundRules, counters: FailureCounters | None = None) -> None:
+        known = vars(counters or FailureCounters())
+        super().__init__(**{name: copy(value) for name, value in known.items()})
+        self._counted = tuple(known)
+        self.rules = rules
+        self.restarts = 0
+        self.not_counted = False
+        """Whether failures in the broken round are consequences of what broke it."""
+        self.failures: list[Failure] = []
+        """Of the broken round."""
+        self.now = 0.0
+        """Unix time of the last event."""
+        self._loss_round = 0
+        """The last round that lost a node."""
+        self._num_lost = 0
+        """How many nodes that round has lost."""
+        self._has_progressed = False
+        """Whether the round has announced a checkpoint beyond the last one known."""
+        self._silent = set[str]()
+        """Hosts whose agents stopped in the round that is to be judged."""
 
     @classmethod
     def resume(cls, entry: LogEntry, rules: RoundRules) -> FailurePolicy:
         """Return the policy of the next leader; the last leader may have died with its round."""
-        known = {name: copy(value) for name, value in vars(entry.counters).items()}
-        return cls(rules, entry.restarts, not_counted=True, now=entry.claimed, **known)
+        policy = cls(rules, entry.counters)
+        policy.restarts, policy.not_counted, policy.now = entry.restarts, True, entry.claimed
+        return policy
 
     def counters(self) -> FailureCounters:
         """Return the counters for the next log entry."""
-        return FailureCounters(
-            **{f.name: copy(getattr(self, f.name)) for f in fields(FailureCounters)}
-        )
+        return FailureCounters(**{name: copy(getattr(self, name)) for name in self._counted})
 
     @property
     def excluded(self) -> tuple[str, ...]:
@@ -212,7 +201,6 @@ class FailurePolicy:
         """
         silent, self._silent = self._silent, set()
         failures, self.failures = self.failures, []
-        effects: list[Effect] = []
         num_alive = len(set(hosts) - silent)  # the leader's own host among them
         if num_alive > 1 and 0 < len(silent) <= max(1, len(hosts) // _TOGETHER):
             for task, lost in self.gone.items():
@@ -222,7 +210,7 @@ class FailurePolicy:
         if any(isinstance(effect, Exclude) for effect in struck):
             self.not_counted = True
         spent, ending = self._spend(number, failures) if failures else ([], None)
-        return [*effects, *struck, *spent], ending
+        return [*struck, *spent], ending
 
     def record_loss(self, agent: Agent, why: str, round_: int, num_members: int) -> None:
         """Record the loss of an agent at work, which nothing has announced."""
@@ -257,9 +245,8 @@ class FailurePolicy:
         lost = self.gone.pop(agent.task, None)
         if lost is None or agent.attempt <= last:
             return [], None
-        effects: list[Effect] = []
-        if lost.is_suspect:
-            effects = self._strike({lost.host: (1, "fell silent")}, hosts)
+        suspect = {lost.host: (1, "fell silent")} if lost.is_suspect else {}
+        effects = self._strike(suspect, hosts)
         if lost.is_first:
             self.losses += 1
         if not lost.is_first or self.losses <= self.rules.max_failed_rounds:
@@ -317,10 +304,9 @@ class FailurePolicy:
     def _spend(
         self, number: int, failures: Sequence[Failure]
     ) -> tuple[list[Effect], RunEnding | None]:
-        if self.not_counted:
-            return [Note("secondary_failures", {"workers": len(failures)})], None
         first, secondary = first_failure(failures)
-        if first.signal == "SIGABRT" and _FLOODED.search(first.traceback or ""):
+        is_flooded = first.signal == "SIGABRT" and _FLOODED.search(first.traceback or "")
+        if self.not_counted or is_flooded:
             return [Note("secondary_failures", {"workers": len(failures)})], None
         is_hopeless = first.phase == "final" or (first.phase == "import" and number == 1)
         if is_hopeless or self.restarts >= self.rules.max_restarts:
@@ -336,11 +322,10 @@ class FailurePolicy:
 
     def _restart(self, number: int, first: Failure) -> Note:
         self.restarts += 1
-        restart = {
+        return Note("restart", {
             "restarts": self.restarts, "host": first.host, "failure": first.summary(),
             "rank": first.rank, "round": number, "traceback": first.traceback, "log": first.log,
-        }  # fmt: skip
-        return Note("restart", restart)
+        })  # fmt: skip
 
     def _strike(
         self, blamed: Mapping[str, tuple[int, str]], hosts: Collection[str]
@@ -351,9 +336,9 @@ class FailurePolicy:
             self._add_strikes(host, strikes, len(hosts), in_doubt=strikes < STRIKES)
             note = {"host": host, "strikes": len(self.strikes.get(host, ())), "why": why}
             effects.append(Note("host_failure", note))
-            left = set(hosts) - set(self.excluded) - {host}
-            if self._is_excludable(host, len(left)):
-                effects += self._exclude(host, why, len(left))
+            num_left = len(set(hosts) - {*self.excluded, host})
+            if self._is_excludable(host, num_left):
+                effects += self._exclude(host, why, num_left)
         return effects
 
     def _add_strikes(self, host: str, strikes: int, num_hosts: int, *, in_doubt: bool) -> bool:

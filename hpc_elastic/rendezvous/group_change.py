@@ -104,7 +104,7 @@ class CheckpointBarrier:
         self.release()
 
     def release(self) -> None:
-        """Members do not stay any more: they continue."""
+        """Members continue."""
         self.arrived.clear()
         self.step = None
 
@@ -256,10 +256,8 @@ class GroupChange:
             states = (waiting.view.get(a.task) for a in list(waiting.joined)[:wanted])
             left = [state.time_left_s if state is not None else None for state in states]
             decision = should_scale_up(len(self.members), left, waiting.outlook)
-            if (
-                0 < decision.admit < wanted
-                and self.rules.usable_nodes(stay + decision.admit) <= stay
-            ):
+            admitted = self.rules.usable_nodes(stay + decision.admit)
+            if 0 < decision.admit < wanted and admitted <= stay:
                 decision = ScaleUpDecision(0, "too few of them stay for long enough")
         elif most <= stay < self.rules.max_nodes:
             decision = ScaleUpDecision(0, waiting.growth.why)
@@ -368,13 +366,6 @@ def _names(agents: Mapping[Agent, object]) -> str:
     return ", ".join(a.host for a in list(agents)[:_MAX_NAMED])
 
 
-# ---- Whether a node that joins late is worth the restart of the group (pure)
-# A group of n nodes with r seconds of work left that admits k more has at best r * n / (n + k)
-# left. It saves r * k / (n + k) seconds and pays one restart. `should_scale_up` compares them.
-# Newcomers join without a restart of their own when the round breaks for another reason. Where
-# rounds are short, since nodes are preempted, r is the time until then.
-
-
 @dataclass(frozen=True)
 class Forecast:
     """The rest of the run as the leader expects it; seconds, None if unknown."""
@@ -387,8 +378,7 @@ class Forecast:
     """Between two rounds that broke because nodes left or failed, on average."""
 
 
-@dataclass(frozen=True)
-class ScaleUpDecision:
+class ScaleUpDecision(NamedTuple):
     """The number of nodes to admit, and the reason as a sentence for the log."""
 
     admit: int
@@ -398,7 +388,13 @@ class ScaleUpDecision:
 def should_scale_up(
     members: int, newcomers_time_left_s: Sequence[float | None], outlook: Forecast
 ) -> ScaleUpDecision:
-    """Decide how many waiting nodes are worth a restart; one without a time limit has None."""
+    """Decide how many waiting nodes are worth a restart; one without a time limit has None.
+
+    A group of n nodes with r seconds of work left that admits k more has at best r * n / (n + k)
+    left. It saves r * k / (n + k) seconds and pays one restart. Newcomers join without a restart of
+    their own when the round breaks for another reason. Where rounds are short, since nodes are
+    preempted, r is the time until then.
+    """
     cost = outlook.restart_cost_s
     if cost is None:
         return ScaleUpDecision(len(newcomers_time_left_s), "no restart was measured yet")
@@ -410,11 +406,10 @@ def should_scale_up(
     if not ends:
         why = f"no end is in sight, and a restart costs {cost:.1f} s"
         return ScaleUpDecision(len(staying), why)
-    end = min(ends)
-    saved = end * len(staying) / (members + len(staying))
-    until = " until nodes leave again" if end == outlook.round_s else ""
+    saved = min(ends) * len(staying) / (members + len(staying))
+    until = " until nodes leave again" if min(ends) == outlook.round_s else ""
     why = (
-        f"{counted(len(staying), 'more node')} would save about {saved:.0f} s of {end:.0f} s"
+        f"{counted(len(staying), 'more node')} would save about {saved:.0f} s of {min(ends):.0f} s"
         f"{until}, a restart costs {cost:.1f} s"
     )
     return ScaleUpDecision(len(staying) if saved > cost else 0, why)
@@ -523,7 +518,6 @@ class GrowthLimit:
         self.share = math.inf
         """Number of nodes up to which the run grows beside other runs."""
         self.holds = False
-        """Whether its pending tasks are held."""
         self.max_nodes = rules.max_nodes
         """The size up to which it grows."""
         self.why = ""
@@ -538,14 +532,12 @@ class GrowthLimit:
         self._nodes, self._weighed_at = nodes, now
         self.max_nodes, self.why = self._largest_size(step_times)
         had_held, self.holds = self.holds, self.max_nodes <= nodes < self.rules.max_nodes
-        if self.holds == had_held:
-            if not self.holds or now - self._held_at < _HELD_AGAIN_S:
-                return []
-            self._held_at = now
-            return [Postpone(HELD_S)]
+        if self.holds == had_held and (not had_held or now - self._held_at < _HELD_AGAIN_S):
+            return []
         self._held_at = now
+        postpone = Postpone(HELD_S if self.holds else _LET_START_S)
         fields = {"nodes": nodes, "grows": not self.holds, "why": self.why}
-        return [Note("growth_decision", fields), Postpone(HELD_S if self.holds else _LET_START_S)]
+        return [postpone] if self.holds == had_held else [Note("growth_decision", fields), postpone]
 
     def _largest_size(self, step_times: Mapping[int, float]) -> tuple[int, str]:
         """Return the size up to which the run grows, and the reason."""

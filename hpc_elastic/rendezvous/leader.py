@@ -27,11 +27,10 @@ from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, RoundRules, RunEnding
 from hpc_elastic.rendezvous.round_state import RoundPhase
 from hpc_elastic.rendezvous.run_status import waiting_for
-from hpc_elastic.rendezvous.status_writer import StatusWriter
-from hpc_elastic.rendezvous.term import SharedFiles, Term, TermFolder, TermOverError
+from hpc_elastic.rendezvous.term import RunFiles, StatusWriter, Term, TermFolder, TermOverError
 from hpc_elastic.run.directory import STATUS_SELDOM_S
 from hpc_elastic.run.events import LossReason
-from hpc_elastic.shared_files import Mount, carried_out
+from hpc_elastic.shared_files import carried_out
 from hpc_elastic.site import OptionalCalls, QueueAdvice, QueuePolicy, QueueQuestion
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.transport.auth import text_of
@@ -74,7 +73,7 @@ class Leader:
         self._listener = listener
         rng = random.Random()
         self._state = LeaderState(claim, context.rules, context.heartbeat, now, rng)
-        self._term = Term(self._state, self, context.timing.status_interval_s)
+        self._term = Term(self._state, self, 0.0 if context.is_local else STATUS_SELDOM_S)
         files = context.files
         self._folder = TermFolder(claim.term, files) if files is not None else None
         self._is_notice_confirmed = asyncio.Event()
@@ -428,7 +427,7 @@ class Leader:
                     work = self._call_if_leading(self._context.cancel_pending)
                     self._start(work, self._clean_up)
                     return
-            await asyncio.sleep(self._context.timing.poll_interval_s)
+            await asyncio.sleep(self._context.poll_interval_s)
 
     async def _watch_notices(self, folder: TermFolder) -> None:
         """Claim notices, so that the agents of their nodes leave."""
@@ -438,7 +437,7 @@ class Leader:
                 claimed = await self._in_thread(carried_out, folder.claim_notices())
                 self._term.handle(self._state.notices_claimed, claimed)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._context.timing.poll_interval_s):
+                async with asyncio.timeout(self._context.poll_interval_s):
                     await self._is_notice_confirmed.wait()
 
     async def _remove_confirmed(self, folder: TermFolder) -> None:
@@ -469,26 +468,6 @@ class Leader:
             await asyncio.sleep(1.0 + len(self._agents) / _NODES_PER_STATUS_S)
 
 
-# ---- Dependencies of a leader
-
-
-@dataclass(frozen=True)
-class LeaderTiming:
-    """Intervals at which a leader accesses the run's files; seconds."""
-
-    poll_interval_s: float = 1.0
-    """Between two polls for a later leader, and for notices."""
-    status_interval_s: float = 0.0
-    """Between two statuses that differ only in their numbers; 0: every second."""
-
-    @classmethod
-    def of(cls, mount: Mount) -> LeaderTiming:
-        """Return the timing of a run on a mount: a file server is polled less often."""
-        if mount.is_local:
-            return cls()
-        return cls(poll_interval_s=6.0, status_interval_s=STATUS_SELDOM_S)
-
-
 class LeaderScheduler(Protocol):
     """The scheduler and the run's processes. All calls but the last may block.
 
@@ -500,13 +479,13 @@ class LeaderScheduler(Protocol):
         """Start what takes seconds before a store can be used: this agent leads now."""
 
     def make_store(self) -> messages.Address:
-        """Start a fresh bootstrap store for a round; return its address and port.
-
-        Connections to it may wait for seconds until torch accepts them.
-        """
+        """Return a fresh bootstrap store; it may take seconds until torch accepts connections."""
 
     def poll_tasks(self) -> Mapping[str, TaskState] | None:
         """Return the states of the run's tasks; None if unknown."""
+
+    def is_running(self, task: str) -> bool | None:
+        """Return whether a task is RUNNING; None if unknown."""
 
     def cancel_pending(self) -> None:
         """Cancel the run's queued tasks: it has ended."""
@@ -523,10 +502,7 @@ class LeaderScheduler(Protocol):
         """Start tasks again soon that Slurm holds or has ended; see `slurm.scheduler`."""
 
     def readmit(self, tasks: Iterable[str]) -> None:
-        """Let these lost tasks start again on nodes where their processes have ended.
-
-        Queued tasks may start again on hosts whose exclusion has ended.
-        """
+        """Let tasks start again on nodes where their processes, or their exclusion, have ended."""
 
     def exclude_nodes(self, hosts: Iterable[str], why: str, until: float) -> None:
         """Start none of the run's queued tasks on these hosts until this time (Unix seconds)."""
@@ -537,7 +513,7 @@ class LeaderScheduler(Protocol):
 
 @dataclass(frozen=True)
 class LeaderContext:
-    """Dependencies of a leader."""
+    """Dependencies of an agent that may lead."""
 
     rules: RoundRules
     heartbeat: HeartbeatConfig
@@ -546,15 +522,25 @@ class LeaderContext:
     make_status_writer: Callable[[int], StatusWriter]
     """Makes the writer of the leader of a term; 0: of an agent that does not lead."""
     scheduler: LeaderScheduler
-    files: SharedFiles | None = None
+    files: RunFiles | None = None
     """Files that request nodes to leave; None if the run has none."""
+    address: str = ""
+    """Where it listens."""
+    group_addresses: tuple[str, ...] = ()
+    """Where the process groups of the workers listen, if not there."""
     generation: int = 0
     """The run's, as this agent's task was submitted."""
-    timing: LeaderTiming = LeaderTiming()
+    is_local: bool = True
+    """Whether the run's files are on this machine; a file server is polled less often."""
     queue: QueuePolicy | None = None
     """What the queue lets the run do; None if it has no tasks there."""
     prepare_message: Callable[..., Callable[[], None] | None] = lambda kind, facts, index=0: None
     """See `Notifier.prepare`."""
+
+    @property
+    def poll_interval_s(self) -> float:
+        """Between two polls for a later leader, and for notices."""
+        return 1.0 if self.is_local else 6.0
 
     def send_end(self, ending: RunEnding | None) -> None:
         """Send the message about the end of the run, unless another agent has."""
@@ -569,16 +555,3 @@ class LeaderContext:
         calls.answer("pending tasks of the run were not cancelled", self.scheduler.cancel_pending)
         if self.queue is not None:
             self.queue.end_run()
-
-
-@dataclass(frozen=True)
-class LeaderCandidate:
-    """What an agent needs to become the leader."""
-
-    address: str
-    """Where it listens."""
-    context: LeaderContext
-    is_running: Callable[[str], bool | None]
-    """Returns whether a task is RUNNING in Slurm, None if unknown; blocking."""
-    group_addresses: tuple[str, ...] = ()
-    """Where the process groups of the workers listen, if not there."""

@@ -178,7 +178,7 @@ class LeaderState:
             effects += self.disconnected(agent, LossReason.RECONNECTED, now)
         self._tracker.connected(agent, now)
         self._silent.pop(agent, None)
-        self.run.recovery.clear_possibly_alive(agent.task)
+        self.run.recovery.possibly_alive.pop(agent.task, None)
         self._yield_if_cut_off(now)
         if self._quorum is not None:
             self._quorum.connected(agent)
@@ -191,9 +191,8 @@ class LeaderState:
         self._tracker.last_heartbeat[agent] = now
         match message:
             case messages.Leave(why):
-                knows = self.notice_confirmed(agent.task)
-                left = self.disconnected(agent, why, now, announced=True)
-                return [*knows, *left]
+                confirmed = self.notice_confirmed(agent.task)
+                return [*confirmed, *self.disconnected(agent, why, now, announced=True)]
             case messages.NoticeConfirmed():
                 return self.notice_confirmed(agent.task)
             case messages.QuorumMessage():
@@ -215,7 +214,7 @@ class LeaderState:
         """The connection to an agent has ended; ``announced``: it leaves by itself."""
         if not self._forget(agent, why):
             return []
-        self.run.recovery.clear_possibly_alive(agent.task)
+        self.run.recovery.possibly_alive.pop(agent.task, None)
         effects = self._do(self.rounds.agent_lost(agent, why, now, announced=announced))
         return [*effects, *self._answer_replicas(now)]
 
@@ -241,7 +240,8 @@ class LeaderState:
         if self.fenced or not self.run.wants_slurm:
             return []
         known = (states or {}).items()
-        self._tracker.mark_not_running(t for t, s in known if task_recovery.has_no_node(s))
+        not_running = [task for task, state in known if task_recovery.has_no_node(state)]
+        self._tracker.silent.difference_update(not_running)
         effects = self._do(self.rounds.slurm_answered(states, asked_at, now))
         if self.run.recovery.are_due:
             self._polls.query_within(CONFIRM_LOST_S, now)
@@ -308,10 +308,11 @@ class LeaderState:
             return []
         assert self._pending is not None
         before, self.at, self._pending = self.at, self._pending, None
-        if self.at.round > before.round:
-            self._tracker.close_round()
+        if self.at.round > before.round:  # the time-outs of the last one do not count any more
+            self._tracker.silent.clear()
         elif len(self.at.members) < len(before.members):
-            self._tracker.mark_not_running(a.task for a in {*before.members} - {*self.at.members})
+            gone = {*before.members} - {*self.at.members}
+            self._tracker.silent.difference_update(agent.task for agent in gone)
         queue, self._queue = self._queue, []
         return self._do(queue)
 
@@ -448,10 +449,8 @@ class LeaderState:
         return tuple(connected if agents is None else (a for a in agents if a in connected))
 
     def _step_down(self) -> list[Effect]:
-        if self.fenced:
-            return []
-        self.fenced = True
-        return [StepDown()]
+        was_fenced, self.fenced = self.fenced, True
+        return [] if was_fenced else [StepDown()]
 
     # ---- liveness -----------------------------------------------------------------------
 
@@ -463,9 +462,7 @@ class LeaderState:
             self._silent[agent] = LossReason.SILENT
             effects.append(Disconnect(agent))
         self._silent |= dict.fromkeys(self._tracker.take_overdue(now), LossReason.LEADER_NOT_FOUND)
-        for agent in self._silent:
-            if agent in self.run.ranks:
-                self._tracker.note_silence(agent)
+        self._tracker.silent.update(a.task for a in self._silent if a in self.run.ranks)
         self._yield_if_cut_off(now)
         if self.rounds.waits_when_cut_off and self.is_cut_off(now):
             return effects
@@ -615,19 +612,15 @@ class HeartbeatConfig:
 
     @classmethod
     def of(
-        cls,
-        heartbeat_interval_s: float,
-        heartbeat_timeout_s: float,
-        max_nodes: int,
-        stale_s: float = 0.0,
+        cls, interval_s: float, timeout_s: float, max_nodes: int, stale_s: float = 0.0
     ) -> HeartbeatConfig:
         """Return a run's, from its settings: agents of a large run send heartbeats more rarely.
 
         The leader receives at most 5,000 heartbeats a second, as long as an agent sends three
         within the time-out.
         """
-        gentle_s = min(max_nodes / _HEARTBEATS_PER_S, heartbeat_timeout_s / 3)
-        return cls(max(heartbeat_interval_s, gentle_s), heartbeat_timeout_s, stale_s)
+        gentle_s = min(max_nodes / _HEARTBEATS_PER_S, timeout_s / 3)
+        return cls(max(interval_s, gentle_s), timeout_s, stale_s)
 
 
 class HeartbeatTracker:
@@ -650,27 +643,15 @@ class HeartbeatTracker:
         """Connected agents, each with the time of its last message."""
         self._expected = {a.task: (a, now + heartbeat.election_s) for a in expected}
         """Members of the last round that have not connected yet, each with its deadline."""
-        self._silent: set[str] = set()
-        """Tasks of the last round's members that have timed out."""
+        self.silent: set[str] = set()
+        """Tasks of the last round's members that have timed out, and may run."""
         self._ticked = now
 
     def connected(self, agent: Agent, now: float) -> None:
         """An agent is authenticated."""
         self.last_heartbeat[agent] = now
         self._expected.pop(agent.task, None)
-        self._silent.discard(agent.task)
-
-    def close_round(self) -> None:
-        """A round has closed: the time-outs of the last one do not count any more."""
-        self._silent.clear()
-
-    def mark_not_running(self, tasks: Iterable[str]) -> None:
-        """Slurm reports that these tasks are not running: stop counting them as timed out."""
-        self._silent.difference_update(tasks)
-
-    def note_silence(self, agent: Agent) -> None:
-        """A member has timed out."""
-        self._silent.add(agent.task)
+        self.silent.discard(agent.task)
 
     def forgive_if_slept(self, now: float) -> float:
         """Move all deadlines by the time that the leader itself was not running; return it."""
@@ -696,11 +677,11 @@ class HeartbeatTracker:
     @property
     def misses_members(self) -> bool:
         """Whether some members without heartbeats may be alive, and try to lead."""
-        return bool(self._silent or self._expected)
+        return bool(self.silent or self._expected)
 
     def reaches_half(self, num_members: int) -> bool:
         """Return whether at least half of the last round's members have not timed out."""
-        return len(self._silent) + len(self._expected) <= num_members / 2
+        return len(self.silent) + len(self._expected) <= num_members / 2
 
 
 MAX_UNMATCHED = 30
@@ -727,32 +708,26 @@ class LeaveRequests:
     def match_agents(
         self, claimed: Mapping[str, float], connected: Collection[Agent]
     ) -> tuple[list[tuple[Agent, float]], list[str], list[str]]:
-        """Match the notices with the connected agents.
+        """Match notices, with the seconds left by task, host or ``all``, with connected agents.
 
-        ``claimed`` has the seconds left by task, host or ``all``. Returns the agents to send a
-        notice to, each with the seconds left; the notices to remove because they are confirmed; and
-        those to remove because they match no agent.
+        Returns the agents to send a notice to, each with the seconds left; the notices to remove
+        because they are confirmed; and those to remove because they match no agent.
         """
         self._notices = {name: self._notices.get(name, _Notice()) for name in claimed}
         to_send: list[tuple[Agent, float]] = []
         confirmed: list[str] = []
         unmatched: list[str] = []
         for name, notice in self._notices.items():
-            waiting = [
-                a
-                for a in connected
-                if name in (a.task, a.host, "all") and a not in notice.confirmed
-            ]
+            named = (a for a in connected if name in (a.task, a.host, "all"))
+            waiting = [agent for agent in named if agent not in notice.confirmed]
             notice.sent.update(waiting)
             to_send += [(agent, claimed[name]) for agent in waiting]
-            if waiting:
-                continue
-            if notice.confirmed:
+            if notice.confirmed and not waiting:
                 confirmed.append(name)
-                continue
-            notice.num_unmatched += 1
-            if notice.num_unmatched >= MAX_UNMATCHED:
-                unmatched.append(name)
+            elif not waiting:
+                notice.num_unmatched += 1
+                if notice.num_unmatched >= MAX_UNMATCHED:
+                    unmatched.append(name)
         return to_send, self._forget(confirmed), self._forget(unmatched)
 
     def confirmed(self, agent: Agent, connected: Collection[Agent]) -> list[str]:

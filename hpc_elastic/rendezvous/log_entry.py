@@ -60,14 +60,13 @@ class Agent:
     throughput: int = THROUGHPUT_UNIT
     """How fast its workers are in relation to those of other nodes (``launcher.pools``)."""
 
-    def __hash__(self) -> int:
-        """Return the hash of the task's name, which Python caches: agents are looked up often."""
+    def __hash__(self) -> int:  # Python caches that of a string: agents are looked up often
         return hash(self.task)
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A leader's address, its task and the attempt of that."""
+    """Where a leader listens, and the attempt of the task that it is."""
 
     address: str
     port: int
@@ -91,7 +90,7 @@ class RunEnding:
 
     @property
     def summary(self) -> str | None:
-        """The failure in one line; None if there was none."""
+        """The failure in one line."""
         return self.failure.summary() if self.failure is not None else None
 
 
@@ -109,20 +108,27 @@ class LostNode:
     """Whether its heartbeats stopped, and not those of many others."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class FailureCounters:
-    """The failures of the run so far: fields of `failure_policy.FailurePolicy`, by their names."""
+    """The failures of the run so far, over all terms (`failure_policy.FailurePolicy`)."""
 
     progress: int | None = None
-    """The last step whose checkpoint was announced before this entry."""
+    """Step of the last announced checkpoint."""
     failures_without_progress: int = 0
+    """Rounds in a row that broke by a failure of their own and made no checkpoint."""
     first_of_series: Failure | None = None
     losses: int = 0
+    """Rounds in a row that lost nodes broke, without progress."""
     reached: int | None = None
+    """The furthest step of any round."""
     gone: Mapping[str, LostNode] = field(default_factory=dict)
+    """Task -> its last loss that nothing has announced, until its next attempt joins."""
     strikes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Host -> times of its strikes."""
     exclusions: Mapping[str, float] = field(default_factory=dict)
+    """Host -> the end of its exclusion."""
     failed_terms: tuple[Failure, ...] = ()
+    """Of leaders, in a row, without progress; without tracebacks."""
 
 
 @dataclass(frozen=True)
@@ -229,15 +235,10 @@ def resume_entry(index: int, before: LogEntry | None, generation: int) -> LogEnt
     if before is None:
         return LogEntry(index=index, term=index, leader=NOBODY, generation=generation)
     return LogEntry(
-        index=index,
-        term=before.term + index - before.index,
-        leader=NOBODY,
-        round=before.round,
-        started=before.started,
+        index, before.term + index - before.index, NOBODY, before.round, started=before.started,
         counters=FailureCounters(progress=before.counters.progress),
-        step_times=before.step_times,
-        generation=generation,
-    )
+        step_times=before.step_times, generation=generation,
+    )  # fmt: skip
 
 
 def decode_signed(text: str, secret: bytes) -> LogEntry | None:
@@ -324,11 +325,6 @@ class LogSteps:
         return is_made and (yield from self.last_index()) <= entry.index
 
 
-# ---- The first failure among several failed workers (pure)
-# When one worker raises, its peers' collectives break, the agents stop the other workers, and many
-# workers end with an error within milliseconds. The report must show the one that was the cause.
-
-
 _PEER_LOST = re.compile(
     r"Connection (closed|reset) by peer|Connection refused|Broken pipe|Socket closed"
     r"|remote process (has )?exited|remote error|NCCL communicator was aborted"
@@ -373,10 +369,9 @@ class Failure:
             return f"task {self.task}{f' on {self.host}' if self.host else ''}: {self.message}"
         if self.phase == "lead":
             return f"the leader, task {self.task} on {self.host}: {self.exception}: {self.message}"
-        if self.phase == "hang":
-            where = f"rank {self.rank} (local rank {self.local_rank}) on {self.host}"
-            return f"{where}, hung: {self.message}"
         where = f"rank {self.rank} (local rank {self.local_rank}) on {self.host}"
+        if self.phase == "hang":
+            return f"{where}, hung: {self.message}"
         if self.exception is None and self.message.startswith(("exited with", "ended by")):
             return f"{where} {self.message}"
         how = self.signal or f"exit code {self.exit_code}"
@@ -386,17 +381,18 @@ class Failure:
 
 def is_secondary(failure: Failure) -> bool:
     """Return whether the failure is the effect of a lost *peer*."""
-    if failure.signal in ("SIGTERM", "SIGHUP", "SIGKILL"):
-        return True
-    return bool(_PEER_LOST.search(failure.message))
+    is_killed = failure.signal in ("SIGTERM", "SIGHUP", "SIGKILL")
+    return is_killed or bool(_PEER_LOST.search(failure.message))
 
 
 def first_failure(failures: Iterable[Failure]) -> tuple[Failure, list[Failure]]:
     """Return the first failure, and the secondary ones in order of time.
 
-    A worker that failed by itself comes before one that was killed, and that before one that lost
-    a peer, whatever their times: a peer detects the end of a connection a moment before the agent
-    detects the end of its worker.
+    When one worker raises, its peers' collectives break, and the agents stop the others: many end
+    with an error within milliseconds. The report must show the one that was the cause. So a worker
+    that failed by itself comes before one that was killed, and that before one that lost a peer,
+    whatever their times: a peer detects the end of a connection a moment before the agent detects
+    the end of its worker.
     """
 
     def order(failure: Failure) -> tuple[int, float, int]:
@@ -407,12 +403,9 @@ def first_failure(failures: Iterable[Failure]) -> tuple[Failure, list[Failure]]:
     return ordered[0], ordered[1:]
 
 
-# ---- The settings of a leader's decisions (pure)
-
-
 @dataclass(frozen=True)
 class RoundRules:
-    """Settings that the run was submitted with; seconds throughout."""
+    """The settings of a leader's decisions, as the run was submitted; seconds throughout."""
 
     min_nodes: int
     max_nodes: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from hpc_elastic.ft import messages as ft_messages
 from hpc_elastic.rendezvous.log_entry import Failure, RunEnding
@@ -28,7 +28,6 @@ from hpc_elastic.worker.shared_page import CheckpointRequest
 
 Address = tuple[str, int]
 """Of a port: an IP address, and the number."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,16 +42,10 @@ def _ages(items: Iterable[Any], now: float) -> list[Json]:
     return packed
 
 
-def _of_ages(kind: type[T]) -> Callable[[Any, float], tuple[T, ...]]:
-    def read(raw: Any, now: float) -> tuple[T, ...]:
-        return tuple(
-            read_fields(kind, {**item, "time": now - float(item["age_s"])}) for item in raw
-        )
-
-    return read
-
-
-# ---- the state in which ranks are found
+def _of_ages(kind: type[Any]) -> Callable[[Any, float], tuple[Any, ...]]:
+    return lambda raw, now: tuple(
+        read_fields(kind, {**item, "time": now - float(item["age_s"])}) for item in raw
+    )
 
 
 @dataclass(frozen=True)
@@ -220,25 +213,14 @@ class CheckpointWanted(MemberReport, type_name="request_checkpoint"):
 
 
 @dataclass(frozen=True)
-class Vote(MemberReport, type_name="step_vote"):
+class Vote(StepVote, MemberReport, type_name="step_vote"):
     """A vote on a request, and another one when all workers have passed a confirmed step.
 
     Attributes:
-        ok: Each worker of the node is before the step, or waits there.
-        passed: The largest step that a worker has published; in the second vote the smallest.
+        passed: In the second vote the smallest step that a worker has published.
             None: no worker has called `should_checkpoint` yet.
         rate: Steps per second, at least 0.
     """
-
-    number: int
-    ok: bool
-    passed: int | None
-    rate: float
-
-    @property
-    def vote(self) -> StepVote:
-        """The vote."""
-        return StepVote(self.number, self.ok, self.passed, self.rate)
 
 
 @dataclass(frozen=True)
@@ -275,14 +257,12 @@ class RoundInfo(RunMessage, type_name="round"):
     """The index of the entry that closed it: the group's fencing token."""
     restarts: int
     group_rank: int
-    group_size: int
-    """Nodes in the group."""
+    group_size: int  # nodes
     first_rank: int
     """Global rank of this node's first worker."""
     world_size: int
-    """Workers in the group."""
     store: Address = ("", 0)
-    """Address and port of the store of the group."""
+    """Of the group."""
     replica: int = 0
     """Number of the replica that the group is, below the most that the run may have."""
     throughputs: str = ""

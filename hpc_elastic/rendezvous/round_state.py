@@ -413,7 +413,7 @@ class RunState:
         """Note that an agent has timed out while its connection was open."""
         if self.is_at_work(agent):
             self.policy.record_silence(agent.host)
-        self.recovery.mark_possibly_alive(agent)
+        self.recovery.possibly_alive[agent.task] = agent.host
 
     def is_member(self, agent: Agent) -> bool:
         """Return whether an agent is a member of the round that runs."""
@@ -470,8 +470,7 @@ class RunState:
         running = self.phase is RoundPhase.RUNNING
         members = self.ranks.members if running else self.participants.pending_rejoin
         ended = list(self.participants.ended_agents(members, asked_at))
-        for agent in ended:
-            recovery.mark_possibly_alive(agent)
+        recovery.possibly_alive |= {agent.task: agent.host for agent in ended}
         return effects, ended
 
     def hopeless_ending(self) -> RunEnding | None:
@@ -660,10 +659,10 @@ class RunState:
         joined = list(self.participants.joined.items())
         spares = len(joined) % self.rules.unit_nodes  # the first place of a lost node is theirs
         unused = {agent: self._waits_since(agent) for agent, _ in joined[spares:]}
-        if self.growth.holds and not admits and self.rules.below_min_timeout_s is not None:
-            late = tuple(agent for agent in unused if self.backoff.may_requeue([agent]))
-        else:
-            late = self.backoff.late_agents(unused, now, admits=admits)
+        if not self.growth.holds or admits or self.rules.below_min_timeout_s is None:
+            is_over = partial(self.backoff.is_over, longest=admits)
+            unused = {agent: since for agent, since in unused.items() if is_over(now - since)}
+        late = tuple(agent for agent in unused if self.backoff.may_requeue([agent]))
         self.participants.remove(late)
         delay_s = HELD_S if self.growth.holds else None
         return self.backoff.requeue(late, delay_s) if late else []
@@ -769,7 +768,7 @@ class RoundState:
             case messages.CheckpointWanted():
                 return self.wants_checkpoint(agent, now)
             case messages.Vote():
-                return self.voted(agent, message.vote, now)
+                return self.voted(agent, message, now)
             case messages.Finished():
                 return self.finished(agent, now)
             case messages.Failed():

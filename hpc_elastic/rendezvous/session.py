@@ -26,7 +26,7 @@ from hpc_elastic.ft.manager_server import ManagerServer, Relay, RelayPort
 from hpc_elastic.ft.messages import Message as ReplicaReport
 from hpc_elastic.rendezvous import effects, messages
 from hpc_elastic.rendezvous.follower_state import FollowerState
-from hpc_elastic.rendezvous.leader import Leader, LeaderCandidate
+from hpc_elastic.rendezvous.leader import Leader, LeaderContext
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, claim
 from hpc_elastic.rendezvous.reachability import PROBE_S
 from hpc_elastic.rendezvous.replica_state import replica_name
@@ -150,34 +150,33 @@ class Session(SessionState):
     def __init__(
         self,
         me: Agent,
-        candidate: LeaderCandidate,
+        context: LeaderContext,
         *,
         progress: Callable[[], Json] = dict,
         ft_socket: Path | None = None,
     ) -> None:
         """Connect to the run.
 
-        ``candidate`` is for the case that this agent leads. ``progress`` returns the workers'
+        ``context`` is for the case that this agent leads, too. ``progress`` returns the workers'
         progress for a heartbeat. ``ft_socket`` serves this node's workers if they are of a replica
         of their own; it is in a folder that only the owner may enter.
         """
         super().__init__()
         self._me = me
-        self._candidate = candidate
-        self._context = context = candidate.context
+        self._context = context
         self._progress = progress
         self.replica: ManagerServer | None = None
         """Serves the workers of this node if they are of a replica of their own."""
         if ft_socket is not None:
             relays = None
             if context.rules.unit_nodes > 1:
-                relays = RelayPort(candidate.address, context.secret)
+                relays = RelayPort(context.address, context.secret)
             self.replica = ManagerServer(ft_socket, replica_name(me), self.send, relays=relays)
         self._following = FollowerState(
             me, context.heartbeat, time.monotonic(),
             stays=self.replica is not None, generation=context.generation,
         )  # fmt: skip
-        self._probe_ports = ProbePorts(candidate.group_addresses or (candidate.address,))
+        self._probe_ports = ProbePorts(context.group_addresses or (context.address,))
         self._following.probe_ports = self._probe_ports.where
         self._following.versions = _versions()
         self._stream: ClientConnection | None = None
@@ -391,7 +390,7 @@ class Session(SessionState):
         self._carry_out(afterwards)
 
     async def _query_slurm(self, task: str) -> None:
-        runs = await self._in_thread(self._candidate.is_running, task)
+        runs = await self._in_thread(self._context.scheduler.is_running, task)
         self._carry_out(self._following.slurm_answered(task, runs, time.monotonic()))
 
     async def _probe(self, query: messages.Probe, stream: ClientConnection | None) -> None:
@@ -475,7 +474,7 @@ class Session(SessionState):
     async def _claim(self, wanted: effects.Claim) -> None:
         """Try to append the next entry as the next leader; the agent that appends it leads."""
         await self._stop_leading()
-        address, number = self._candidate.address, wanted.number
+        address, number = self._context.address, wanted.number
         try:
             listener = self._listener = Listener(address)
         except OSError as e:  # too many open files, or the interface is temporarily down

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from hpc_elastic.rendezvous.effects import Effect, Note, Postpone, Send, hosts_of
@@ -70,17 +70,6 @@ class RequeueBackoff:
         factor = LONGEST_WAIT if longest else self._wait_factor
         return wait is not None and waited_s >= wait * factor
 
-    def late_agents(
-        self, joined: Mapping[Agent, float], now: float, *, admits: bool = False
-    ) -> tuple[Agent, ...]:
-        """Return the agents that have waited too long.
-
-        ``joined`` has the time since which each waits. With ``admits`` the group admits them at its
-        next checkpoint.
-        """
-        late = (a for a, since in joined.items() if self.is_over(now - since, longest=admits))
-        return tuple(agent for agent in late if self.may_requeue([agent]))
-
     def is_pointless(self, why: str | None, now: float) -> bool:
         """Return whether the wait has been pointless for `SURE_S`; ``why`` is None if it is not."""
         if why is None:
@@ -91,8 +80,8 @@ class RequeueBackoff:
 
     def time_away(self, base_s: float = AWAY_S) -> float:
         """Return a random time for which nodes stay away that are requeued now."""
-        longest = min(_LONGEST_AWAY_S, base_s * 2.0 ** min(self.times_requeued, _DOUBLINGS))
-        return longest * self.rng.uniform(0.5, 1.5)
+        longest_s = min(_LONGEST_AWAY_S, base_s * 2.0 ** min(self.times_requeued, _DOUBLINGS))
+        return longest_s * self.rng.uniform(0.5, 1.5)
 
     def requeue(self, agents: tuple[Agent, ...], delay_s: float | None = None) -> list[Effect]:
         """Requeue nodes for a time; None: for `time_away`."""
@@ -212,14 +201,6 @@ class LostTaskRecovery:
         """How many tasks have ended for good."""
         return len(self._over)
 
-    def mark_possibly_alive(self, agent: Agent) -> None:
-        """Record that an agent is lost, and that its end is unknown."""
-        self.possibly_alive[agent.task] = agent.host
-
-    def clear_possibly_alive(self, task: str) -> None:
-        """Record that an agent of this task is connected, or has ended."""
-        self.possibly_alive.pop(task, None)
-
     def on_join(self, agent: Agent) -> None:
         """Record that an agent has joined: the start of its task has not failed."""
         self._failed.pop(agent.task, None)
@@ -229,10 +210,9 @@ class LostTaskRecovery:
     def failed_starts(
         self, view: Mapping[str, TaskState], lost: Mapping[str, int], here: Mapping[str, int]
     ) -> list[FailedStart]:
-        """Return the attempts that failed before they joined, each of them once.
+        """Return, once, the attempts that failed before they joined (``lost``: see `last_here`).
 
-        By task, ``lost`` has the attempt that was lost or requeued (`last_here`), ``here`` the one
-        that is connected.
+        ``here`` has, by task, the attempt that is connected.
         """
         found: list[FailedStart] = []
         for task, state in view.items():
@@ -253,11 +233,9 @@ class LostTaskRecovery:
 
     def failed_on(self, tasks: Collection[str]) -> dict[str, tuple[str, ...]]:
         """Return those of the tasks that failed before they joined, each with the hosts."""
-        return {
-            task: self.tried_hosts(task) if self._num_tries(task) < START_TRIES else ()
-            for task in tasks
-            if task in self._failed
-        }
+        failed = [task for task in tasks if task in self._failed]
+        is_tried = {task: self._num_tries(task) < START_TRIES for task in failed}
+        return {task: self.tried_hosts(task) if is_tried[task] else () for task in failed}
 
     def _num_tries(self, task: str) -> int:
         return len(self._tries.get(self._places.get(task, task), ()))
@@ -285,7 +263,11 @@ class LostTaskRecovery:
         if not view:
             return ()
         last = last_here(lost, requeued)
-        stuck = set(self._stuck_attempts(view, lost, requeued, last))
+        stuck = {
+            _attempt(state)
+            for task, state in view.items()
+            if self._is_stuck(task, state, lost.get(task, -1), requeued.get(task, -1))
+        }
         self._restarted = {key: at for key, at in self._restarted.items() if key in stuck}
         self._last_tried = {key: at for key, at in self._last_tried.items() if key in stuck}
         for key in stuck:
@@ -311,11 +293,8 @@ class LostTaskRecovery:
 
     def returning_tasks(self, view: Mapping[str, TaskState], lost: Mapping[str, int]) -> set[str]:
         """Return the tasks that have ended, and may yet run again (``lost``: see `last_here`)."""
-        return {
-            task
-            for task, state in view.items()
-            if self._may_return(state, lost.get(task)) and task not in self._over
-        }
+        left = ((task, state) for task, state in view.items() if task not in self._over)
+        return {task for task, state in left if self._may_return(state, lost.get(task))}
 
     def _is_retried(self, state: TaskState) -> bool:
         """Return whether this attempt failed before it joined, and the task is tried elsewhere."""
@@ -338,25 +317,13 @@ class LostTaskRecovery:
         killed = state.state in _KILLED and is_lost(state, lost_attempt)
         return killed or state.state in _NOT_ITS_FAULT or self._is_retried(state)
 
-    def _stuck_attempts(
-        self,
-        view: Mapping[str, TaskState],
-        lost: Mapping[str, int],
-        requeued: Mapping[str, int],
-        last: Mapping[str, int],
-    ) -> Iterator[_Attempt]:
-        """Yield the attempts that do not run again unless the leader restarts them."""
-        for task, state in view.items():
-            attempt = lost.get(task)
-            if state.phase is Phase.ENDED:
-                is_stuck = self._may_return(state, last.get(task)) and queue_name(task) == task
-            elif state.is_launch_held:
-                is_stuck = self._is_retried(state)
-            else:
-                by_slurm = attempt is not None and requeued.get(task, -1) < attempt
-                is_stuck = by_slurm and state.is_held and not is_lost(state, attempt)
-            if is_stuck:
-                yield _attempt(state)
+    def _is_stuck(self, task: str, state: TaskState, lost: int, requeued: int) -> bool:
+        """Return whether a task does not run again unless the leader restarts it."""
+        if state.phase is Phase.ENDED:
+            return self._may_return(state, max(lost, requeued)) and queue_name(task) == task
+        if state.is_launch_held:
+            return self._is_retried(state)
+        return requeued < lost and state.is_held and not is_lost(state, lost)
 
 
 def last_here(lost: Mapping[str, int], requeued: Mapping[str, int]) -> dict[str, int]:
@@ -434,9 +401,6 @@ class SlurmPollSchedule:
         return queried_at
 
 
-# ---- What Slurm's state of a task means for its agent (pure)
-
-
 _NOT_ITS_FAULT = ("NODE_FAIL", "PREEMPTED", "TIMEOUT")
 _KILLED = ("FAILED", "OUT_OF_MEMORY")
 """States of a task whose agent was killed, and of most that fail before their agent joins."""
@@ -452,9 +416,7 @@ def has_ended(agent: Agent, state: TaskState) -> bool:
     """
     if state.phase is Phase.COMPLETING:
         return False
-    if state.restarts is not None and state.restarts > agent.attempt:
-        return True
-    return has_no_node(state)
+    return (state.restarts or 0) > agent.attempt or has_no_node(state)
 
 
 def has_no_node(state: TaskState) -> bool:
@@ -489,9 +451,7 @@ def describe(state: TaskState) -> str:
 
 def is_lost(state: TaskState, lost_attempt: int | None) -> bool:
     """Return whether Slurm's state is about an attempt that was lost: Slurm is late to notice."""
-    if lost_attempt is None:
-        return False
-    return state.restarts is None or state.restarts <= lost_attempt
+    return lost_attempt is not None and (state.restarts or 0) <= lost_attempt
 
 
 def min_nodes_unreachable(
@@ -505,9 +465,8 @@ def min_nodes_unreachable(
     ``present`` are tasks that have joined, or may yet run again although they have ended.
     ``tried_hosts`` returns the hosts on which a task failed before it joined.
     """
-    over = [
-        state for task, state in view.items() if state.phase is Phase.ENDED and task not in present
-    ]
+    absent = (state for task, state in view.items() if task not in present)
+    over = [state for state in absent if state.phase is Phase.ENDED]
     if rules.max_nodes - len(over) >= rules.min_nodes:
         return None
     first = min(over, key=lambda state: not remedy_of_end(state.reason, state.state))

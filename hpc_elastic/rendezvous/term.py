@@ -1,4 +1,4 @@
-"""A leader's term: all effects of a leader pass through it.
+"""A leader's term: all effects of a leader, and all files that it writes, pass through it.
 
 A leader makes decisions (`leader_state`), shows the run's status, sends notices to agents, and
 readmits tasks. Each returns effects. `Term` passes them to the executor (`leader` in a run,
@@ -7,50 +7,42 @@ event to the leader's state, and no effect to the executor.
 
 If the term is over and its leader does not know that yet, its effects are fenced where they arrive:
 decisions by `log_entry`, shared files by `TermFolder`, and calls of Slurm by a check of the last
-log entry right before.
+log entry right before. The agents decide by the entries, not by what `StatusWriter` writes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import logging
 import math
 import os
 import re
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from hpc_elastic import shared_files
 from hpc_elastic.errors import DamagedFileError
-from hpc_elastic.rendezvous.effects import (
-    Effect,
-    PublishResult,
-    Readmit,
-    Show,
-    StepDown,
-)
+from hpc_elastic.rendezvous.effects import Effect, PublishResult, Readmit, Show, StepDown
 from hpc_elastic.rendezvous.leader_state import LeaderState
 from hpc_elastic.rendezvous.log_entry import LogEntry
 from hpc_elastic.rendezvous.messages import Heartbeat
 from hpc_elastic.rendezvous.run_status import NUMBERS, ProgressLog, line_of, status_of
+from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import RunDir
-from hpc_elastic.shared_files import (
-    Steps,
-    forget_absence,
-    make_folder,
-    names_in,
-    names_listed,
-    read_json,
-    read_listed,
-    read_undelegated,
-    remove_behind,
-    write_atomic,
-)
+from hpc_elastic.run.events import EventLog
+from hpc_elastic.shared_files import Steps, write_atomic
 from hpc_elastic.transport.messages import Json
+
+_log = logging.getLogger(__name__)
 
 _STIMULI = 1000
 """Events of a term that are kept, to be written down if the leader fails."""
@@ -82,9 +74,7 @@ class Gate:
         self._decider = decider
         self._executor = executor
         self._has_ended = False
-        self._stimuli: deque[tuple[Callable[..., list[Effect]], tuple[Any, ...]]] = deque(
-            maxlen=_STIMULI
-        )
+        self._stimuli = deque[tuple[Callable[..., list[Effect]], tuple[Any, ...]]](maxlen=_STIMULI)
 
     @property
     def story(self) -> str:
@@ -116,7 +106,7 @@ class Gate:
                 self._executor.carry_out(effect)
 
     def end_term(self) -> None:
-        """Pass no more effects. May be repeated."""
+        """Pass no more effects; may be repeated."""
         self._decider.fenced = True
         if not self._has_ended:
             self._has_ended = True
@@ -165,43 +155,6 @@ class TermOverError(Exception):
     """The term folder is a later leader's."""
 
 
-class SharedFiles(Protocol):
-    """The files that leaders share. Each call may block, and may raise `OSError`.
-
-    Those that have a ``term`` raise `FileNotFoundError` if the folder is another term's.
-    """
-
-    def current_term(self) -> int:
-        """Return the term of the term folder, from a fresh listing."""
-
-    def take_over(self, before: int, term: int) -> None:
-        """Rename the folder of one term to another's."""
-
-    def status(self) -> Json | None:
-        """Return what status.json holds; None where there is none."""
-
-    def replace_status(self, term: int, status: Json) -> None:
-        """Put another status.json in its place."""
-
-    def append_progress(self, lines: Sequence[Json], *, maybe_torn: bool) -> None:
-        """Append lines to progress.jsonl, whose last line may be incomplete."""
-
-    def new_notices(self) -> list[str]:
-        """Return the names of the notices that no leader has claimed."""
-
-    def claim_notice(self, term: int, name: str) -> None:
-        """Move a notice into the folder."""
-
-    def forget_absence(self, name: str) -> None:
-        """Drop the memory that a notice is absent; see `shared_files.forget_absence`."""
-
-    def claimed_notices(self, term: int) -> Mapping[str, float]:
-        """Return the notices in the folder, each with the seconds until its deadline."""
-
-    def remove_notice(self, term: int, name: str) -> None:
-        """Begin to remove a notice from the folder; that may take long, and fail."""
-
-
 class TermFolder:
     """The shared files in the term of one leader.
 
@@ -228,7 +181,7 @@ class TermFolder:
     Methods raise TermOverError if another agent leads. After an OSError they may be called again.
     """
 
-    def __init__(self, term: int, files: SharedFiles) -> None:
+    def __init__(self, term: int, files: RunFiles) -> None:
         self.term = term
         self._files = files
         self._has_shown = False
@@ -328,8 +281,6 @@ def _as_line(status: Json | None) -> list[Json]:
     return []
 
 
-_log = logging.getLogger(__name__)
-
 DEFAULT_LEFT_S = 600.0
 _TERM = re.compile(r"term\.(\d+)")
 _NOTICE = "notice."
@@ -337,9 +288,11 @@ _REMOVED_IN_S = 1.0
 _LONGEST_NAME = 255 - len(_NOTICE)
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunFiles:
-    """The files of one run; all calls may block, see `SharedFiles`.
+    """The files of a run that its leaders share. Each call may block, and may raise `OSError`.
+
+    Those that have a ``term`` raise `FileNotFoundError` if the folder is another term's.
 
     A notice is a file in ``<run>/preempt/`` with the name of a task (``40_3``), of a host, or
     ``all``: the run leaves these nodes. Its content is the number of seconds until the deadline;
@@ -349,8 +302,8 @@ class RunFiles:
     run: RunDir
 
     def current_term(self) -> int:
-        """Return the term of the term folder."""
-        names = names_in(self.run.rdzv)
+        """Return the term of the term folder, from a fresh listing."""
+        names = shared_files.names_in(self.run.rdzv)
         terms = [int(m[1]) for name in names if (m := _TERM.fullmatch(name))]
         if not terms:
             raise FileNotFoundError(2, "there is no term folder", str(self.run.rdzv))
@@ -360,33 +313,33 @@ class RunFiles:
         """Rename the folder; remove files that the leader before has only staged."""
         mine = self._folder(term)
         self._folder(before).rename(mine)
-        for left in names_listed(mine):
+        for left in shared_files.names_listed(mine):
             if not left.startswith(_NOTICE):
-                remove_behind(mine / left)
+                shared_files.remove_behind(mine / left)
 
-    def status(self) -> dict[str, Any] | None:
-        """Return the content of status.json; None if it is damaged."""
+    def status(self) -> Json | None:
+        """Return the content of status.json; None if there is none, or it is damaged."""
         try:
-            return read_json(self.run.status)
+            return shared_files.read_json(self.run.status)
         except DamagedFileError as e:
             _log.info("the last status of the leader before is lost: %s", e)
             return None
 
-    def replace_status(self, term: int, status: dict[str, Any]) -> None:
+    def replace_status(self, term: int, status: Json) -> None:
         """Stage the status in the folder, and rename it."""
         text = json.dumps(status, indent=2) + "\n"
         write_atomic(self.run.status, text, staged_in=self._folder(term))
 
-    def append_progress(self, lines: Sequence[dict[str, Any]], *, maybe_torn: bool) -> None:
-        """Append lines, after a line feed if the last line has none.
+    def append_progress(self, lines: Sequence[Json], *, maybe_torn: bool) -> None:
+        """Append lines to progress.jsonl, after a line feed if the last line is incomplete.
 
         The file is not opened for reading at the same time: the next leader would wait until the
         server has recalled this node's delegation.
         """
         text = "".join(f"{json.dumps(line)}\n" for line in lines)
         path = self.run.progress
-        read_last = partial(read_undelegated, num_bytes=1)
-        last = read_listed(path, read_last) if maybe_torn else None
+        read_last = partial(shared_files.read_undelegated, num_bytes=1)
+        last = shared_files.read_listed(path, read_last) if maybe_torn else None
         if last and last != "\n":
             text = f"\n{text}"
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -396,34 +349,31 @@ class RunFiles:
         finally:
             os.close(fd)
 
-    # ---- notices --------------------------------------------------------------------------
-
     def new_notices(self) -> list[str]:
-        """Return the files in ``preempt/``; usually there are none.
-
-        Names that are too long to be claimed are left out.
-        """
+        """Return the notices that no leader has claimed, but those with too long names."""
         folder = self.run.notices
-        names = (n for n in names_in(folder) if n[0] != "." and (folder / n).is_file())
-        return sorted(n for n in names if len(os.fsencode(n)) <= _LONGEST_NAME)
+        names = shared_files.names_in(folder)
+        files = (n for n in names if n[0] != "." and (folder / n).is_file())
+        return sorted(n for n in files if len(os.fsencode(n)) <= _LONGEST_NAME)
 
     def claim_notice(self, term: int, name: str) -> None:
-        """Rename it into the folder."""
+        """Move a notice into the folder."""
         (self.run.notices / name).rename(self._notice(term, name))
 
     def forget_absence(self, name: str) -> None:
-        """Make the client ask the server about the notice."""
-        forget_absence(self.run.notices / name)
+        """Make the client ask the server about a notice; see `shared_files.forget_absence`."""
+        shared_files.forget_absence(self.run.notices / name)
 
-    def claimed_notices(self, term: int) -> dict[str, float]:
-        """Return the claimed notices, each with the seconds in its file."""
+    def claimed_notices(self, term: int) -> Mapping[str, float]:
+        """Return the notices in the folder, each with the seconds until its deadline."""
         folder = self._folder(term)
-        found = sorted(name for name in names_listed(folder) if name.startswith(_NOTICE))
+        names = shared_files.names_listed(folder)
+        found = sorted(name for name in names if name.startswith(_NOTICE))
         return {name.removeprefix(_NOTICE): _left_s(folder / name) for name in found}
 
     def remove_notice(self, term: int, name: str) -> None:
-        """Begin to remove it from the folder; usually it is gone when this returns."""
-        remove_behind(self._notice(term, name), wait_s=_REMOVED_IN_S)
+        """Begin to remove a notice; usually it is gone when this returns. It may fail."""
+        shared_files.remove_behind(self._notice(term, name), wait_s=_REMOVED_IN_S)
 
     def _folder(self, term: int) -> Path:
         return self.run.rdzv / f"term.{term}"
@@ -438,7 +388,7 @@ def make_term_folder(run: RunDir, term: int = 0) -> None:
     try:
         before = files.current_term()
     except FileNotFoundError:
-        make_folder(run.rdzv / f"term.{term}")
+        shared_files.make_folder(run.rdzv / f"term.{term}")
         return
     if before < term:
         files.take_over(before, term)
@@ -446,7 +396,7 @@ def make_term_folder(run: RunDir, term: int = 0) -> None:
 
 def _left_s(file: Path) -> float:
     try:
-        text = read_undelegated(file).strip()
+        text = shared_files.read_undelegated(file).strip()
     except FileNotFoundError:
         return DEFAULT_LEFT_S
     except (PermissionError, DamagedFileError):  # it counts: its owner may write to the folder
@@ -460,3 +410,109 @@ def _left_s(file: Path) -> float:
     _log.warning("%s contains %r, which is no number of seconds; using %g", file, text[:20],
                  DEFAULT_LEFT_S)  # fmt: skip
     return DEFAULT_LEFT_S
+
+
+_RETRY_S = 1.0
+
+
+class StatusWriter:
+    """The events, the status, the progress and the result that a leader writes for readers.
+
+    One thread does all writes, so a slow shared file system delays the files and never the
+    heartbeats. Items that arrive during a write are written together after it, and of several
+    statuses only the newest. So at most one write precedes the result, for which every node waits.
+    With ``term`` 0, for no leader, it writes no status.
+    """
+
+    def __init__(self, run: RunDir, run_id: str, events: EventLog, term: int) -> None:
+        self.is_over = False
+        """Whether a write has found that a later leader writes the status."""
+        self._run = run
+        self._run_id = run_id
+        self._event_log = events
+        self._term = TermFolder(term, RunFiles(run))
+        self._events: list[str] = []
+        self._status: Json | None = None
+        self._progress: list[Json] = []
+        self._is_scheduled = False
+        self._lock = threading.Lock()
+        """Guards the four fields above: what is not written yet."""
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
+
+    def append_event(self, kind: str, **fields: Any) -> None:
+        """Append an event, in the background."""
+        line = self._event_log.line(kind, **fields)
+        with self._lock:
+            self._events.append(line)
+            self._schedule_write()
+
+    def write_status(self, status: Json, lines: Sequence[Json]) -> None:
+        """Replace status.json and append lines to progress.jsonl, in the background."""
+        with self._lock:
+            self._status = {**status, "updated": time.time()}
+            self._progress += lines
+            self._schedule_write()
+
+    async def publish_result(self, entry: LogEntry) -> None:
+        """Write result.json unless it is there; announce the end of the run after this returns."""
+        ending = entry.ending
+        assert ending is not None
+        folder = f"results/{ending.results or f'round-{entry.round}'}"
+        values = asdict(ending)
+        result = {
+            "run_id": self._run_id, "status": ending.status, "started": entry.started,
+            "ended": time.time(), "rounds": entry.round, "restarts": entry.restarts,
+            "failure": values["failure"], "secondary_failures": values["secondary_failures"],
+            "results": folder if ending.status == "succeeded" else None,
+        }  # fmt: skip
+        text = json.dumps(result, indent=2) + "\n"
+        loop = asyncio.get_running_loop()
+        while not await loop.run_in_executor(self._thread, self._try_publish, text, entry.index):
+            await asyncio.sleep(_RETRY_S)
+        self.append_event(
+            "end", status=ending.status, rounds=entry.round, restarts=entry.restarts,
+            failure=ending.summary,
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        """Write everything that is not written yet, and end the thread."""
+        await asyncio.to_thread(self._thread.shutdown)
+
+    def _schedule_write(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._thread.submit(self._write)
+
+    def _write(self) -> None:  # on the thread
+        with self._lock:
+            events, status, lines = self._events, self._status, self._progress
+            self._events, self._status, self._progress = [], None, []
+            self._is_scheduled = False
+        if events:
+            self._event_log.append(events)
+        if status is None or self.is_over:
+            return
+        try:
+            shared_files.carried_out(self._term.show(status, lines))
+        except TermOverError as e:
+            _log.warning("%s is not written: %s", self._run.status, e)
+            self.is_over = True
+        except OSError as e:
+            _log.error("%s: not written: %s", e.filename2 or e.filename or self._run.status, e)
+
+    def _try_publish(self, result: str, index: int) -> bool:
+        try:
+            if fencing.last_index(self._run.rdzv) > index:
+                return True  # the run was resumed since: the result is out of date
+        except FileNotFoundError:
+            pass  # no entries are kept
+        except OSError as e:
+            _log.error("%s: not read: %s", self._run.rdzv, e)
+            return False
+        try:
+            if not shared_files.is_there(self._run.result):
+                write_atomic(self._run.result, result)
+        except OSError as e:
+            _log.error("%s: not written: %s", self._run.result, e)
+            return False
+        return True

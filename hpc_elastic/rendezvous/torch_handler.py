@@ -38,13 +38,13 @@ from torch.distributed.elastic.rendezvous import (
 from hpc_elastic.config.schema import RendezvousSettings
 from hpc_elastic.errors import SlurmEnvironmentError
 from hpc_elastic.rendezvous.decision_log import DecisionLog
-from hpc_elastic.rendezvous.leader import LeaderCandidate, LeaderContext, LeaderTiming
+from hpc_elastic.rendezvous.leader import LeaderContext
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import Agent, RoundRules
 from hpc_elastic.rendezvous.messages import Close, Departed, End, Requeue
 from hpc_elastic.rendezvous.round_stores import CONNECT_S, host_store, open_port
 from hpc_elastic.rendezvous.session import Session
-from hpc_elastic.rendezvous.status_writer import StatusWriter
+from hpc_elastic.rendezvous.term import StatusWriter
 from hpc_elastic.run import ownership
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import EventLog
@@ -194,10 +194,10 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
             StatusWriter, run, run_id, EventLog(run.path / f"events-{slurm.node_id}.jsonl", me.task)
         ),
         scheduler=_Step(slurm, interface.address),
-        timing=LeaderTiming.of(mount),
+        address=interface.address,
+        is_local=mount.is_local,
     )  # fmt: skip
-    session = Session(me, LeaderCandidate(interface.address, context, lambda _: None))
-    return SlurmRendezvousHandler(session, parameters.run_id, join_timeout_s)
+    return SlurmRendezvousHandler(Session(me, context), parameters.run_id, join_timeout_s)
 
 
 def _make_step_folder(steps: Path, run_id: str) -> RunDir:
@@ -236,5 +236,5 @@ class _Step:
     def _do_nothing(self, *_: object, **__: object) -> None:
         """No task of a step is queued, and srun and torchrun write the logs."""
 
-    prepare_store = cancel_pending = postpone_pending = _do_nothing
+    is_running = prepare_store = cancel_pending = postpone_pending = _do_nothing
     restart_tasks = readmit = exclude_nodes = log_of = _do_nothing

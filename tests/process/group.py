@@ -8,12 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from hpc_elastic.rendezvous.decision_log import DecisionLog
-from hpc_elastic.rendezvous.leader import LeaderCandidate, LeaderContext
+from hpc_elastic.rendezvous.leader import LeaderContext
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import Agent, RoundRules
 from hpc_elastic.rendezvous.session import Outcome, Session
-from hpc_elastic.rendezvous.status_writer import StatusWriter
-from hpc_elastic.rendezvous.term import RunFiles
+from hpc_elastic.rendezvous.term import RunFiles, StatusWriter
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import EventLog, read_events
 from hpc_elastic.slurm.job_state import TaskState
@@ -54,9 +53,9 @@ class Group:
         context = LeaderContext(
             self.rules, self.heartbeat, SECRET,
             register or self.register, partial(StatusWriter, self.run, "run", events), self,
-            RunFiles(self.run),
+            RunFiles(self.run), self.address,
         )  # fmt: skip
-        session = Session(me, LeaderCandidate(self.address, context, lambda _: None))
+        session = Session(me, context)
         self.sessions.append(session)
         return session
 
@@ -76,7 +75,7 @@ class Group:
     def _do_nothing(self, *_: object) -> None:
         """No other task is queued."""
 
-    prepare_store = postpone_pending = readmit = _do_nothing
+    is_running = prepare_store = postpone_pending = readmit = _do_nothing
 
     def restart_tasks(
         self,

@@ -21,7 +21,7 @@ from training import START_S, Training
 
 from hpc_elastic.agent.task_main import BackgroundLog
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.rendezvous import status_writer
+from hpc_elastic.rendezvous import term
 from hpc_elastic.rendezvous.decision_log import DecisionLog, Lease
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import Endpoint, LogEntry, claim, decode_signed
@@ -245,14 +245,14 @@ def test_a_decision_whose_answer_was_lost_is_made_once(group, monkeypatch):
 def test_only_the_result_waits_for_a_journal_that_can_not_be_written(group, monkeypatch):
     """Status and events are given up; the end is announced once result.json is there."""
     g = group(max_nodes=2)
-    write, failed = status_writer.write_atomic, threading.Event()
+    write, failed = term.write_atomic, threading.Event()
 
     def fail(path: Path, text: str) -> None:
         if path == g.run.result:
             failed.set()
         raise OSError(errno.ENOSPC, "no space left on device")
 
-    monkeypatch.setattr(status_writer, "write_atomic", fail)
+    monkeypatch.setattr(term, "write_atomic", fail)
     (g.run.path / "events").rename(g.run.path / "elsewhere")
     agents = [g.agent(slot) for slot in range(2)]
     assert {r.world_size for r in g.join(*agents)} == {2}
@@ -261,7 +261,7 @@ def test_only_the_result_waits_for_a_journal_that_can_not_be_written(group, monk
     assert failed.wait(PATIENCE_S)
     assert not any(s.verdict for s in agents)
     (g.run.path / "elsewhere").rename(g.run.path / "events")
-    monkeypatch.setattr(status_writer, "write_atomic", write)
+    monkeypatch.setattr(term, "write_atomic", write)
     for s in agents:
         eventually(lambda s=s: s.verdict == End("succeeded", None))
     assert json.loads(g.run.result.read_text())["status"] == "succeeded"

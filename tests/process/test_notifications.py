@@ -32,7 +32,7 @@ DIES = textwrap.dedent(
     """
     import os, sys
     if "hpc_elastic.agent" in sys.orig_argv:
-        from hpc_elastic.rendezvous.status_writer import StatusWriter
+        from hpc_elastic.rendezvous.term import StatusWriter
         publish = StatusWriter.publish_result
 
         async def die(self, entry):

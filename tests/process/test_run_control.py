@@ -33,7 +33,7 @@ from hpc_elastic.rendezvous.effects import Claim, PublishResult
 from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.log_entry import NOBODY, RunEnding, claim, decode_signed, resume_entry
 from hpc_elastic.rendezvous.messages import End
-from hpc_elastic.rendezvous.status_writer import StatusWriter
+from hpc_elastic.rendezvous.term import StatusWriter
 from hpc_elastic.run.directory import Submission
 from hpc_elastic.slurm import requeue, run_tasks
 from hpc_elastic.slurm.environment import SlurmEnvironment, as_array_task

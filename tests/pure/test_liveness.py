@@ -81,7 +81,7 @@ def test_who_fell_silent_may_run_still_until_it_is_heard_or_hangs_up():
 def test_who_hangs_up_has_ended():
     """Even where Slurm has said before that its task is gone."""
     leader = training(A, B, C)
-    leader.run.recovery.mark_possibly_alive(B)
+    leader.run.recovery.possibly_alive[B.task] = B.host
     leader.disconnected(B, LossReason.CONNECTION_CLOSED, 2.0)
     assert leader.run.recovery.possibly_alive == {}
 

@@ -135,8 +135,8 @@ def test_a_node_whose_task_may_not_be_requeued_any_more_is_kept(attempt, kept):
     late = machine(min_nodes=2, below_min_timeout_s=10.0, max_requeues=1)
     late.join(replace(A, attempt=attempt), 0.0)
     assert bool(decisions(late.tick(21.0))) is not kept
-    parks = late.run.backoff.late_agents({replace(B, attempt=attempt): 0.0}, 50.0)
-    assert bool(parks) is not kept
+    late.run.participants.joined = {replace(B, attempt=attempt): 0.0}
+    assert bool(late.run.requeue_late(50.0)) is not kept
 
 
 def test_a_run_that_trains_or_has_no_queue_waits_for_nothing_in_vain():

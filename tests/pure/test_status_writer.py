@@ -8,10 +8,9 @@ from dataclasses import asdict
 import pytest
 
 from hpc_elastic import shared_files
-from hpc_elastic.rendezvous import status_writer as module
-from hpc_elastic.rendezvous import term
+from hpc_elastic.rendezvous import term as module
 from hpc_elastic.rendezvous.log_entry import Endpoint, Failure, LogEntry, RunEnding
-from hpc_elastic.rendezvous.status_writer import StatusWriter
+from hpc_elastic.rendezvous.term import StatusWriter
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import EventLog, read_events
 
@@ -189,7 +188,6 @@ def test_a_file_system_that_hung_gets_the_newest_status_alone(run, monkeypatch):
         await writer.publish_result(ended("succeeded"))
 
     monkeypatch.setattr(module, "write_atomic", hang)
-    monkeypatch.setattr(term, "write_atomic", hang)
     write(run, hand_over)
     assert written in ([run.status, run.status, run.result], [run.status, run.result])
     assert json.loads(run.status.read_text())["step"] == 999

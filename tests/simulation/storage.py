@@ -30,7 +30,7 @@ from typing import Any
 
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import LogEntry, LogSteps
-from hpc_elastic.rendezvous.term import TermFolder, TermOverError
+from hpc_elastic.rendezvous.term import RunFiles, TermFolder, TermOverError
 from hpc_elastic.shared_files import Steps
 from hpc_elastic.transport.messages import Json
 from simulation.invariants import Monitor
@@ -722,8 +722,8 @@ class SharedFiles:
         world.log_event("user", "writes a notice", name)
 
 
-class NodeFiles:
-    """The shared files as one node accesses them; see `rendezvous.term.SharedFiles`."""
+class NodeFiles(RunFiles):
+    """The shared files as one node accesses them; see `rendezvous.term.RunFiles`."""
 
     def __init__(self, files: SharedFiles, mount: Mount) -> None:
         self.mount = mount
@@ -757,7 +757,7 @@ class NodeFiles:
 
     def replace_status(self, term: int, status: Json) -> None:
         """Stage the status in the folder, and rename it."""
-        folder = self._folder(term)
+        folder = self._of_term(term)
         by_old_name = self._storage.rdzv.entries.get(_term(term)) is not folder
         is_late, self._has_listed = by_old_name and self._has_listed, False
         staged = ("staged", term)
@@ -775,7 +775,7 @@ class NodeFiles:
 
     def claim_notice(self, term: int, name: str) -> None:
         """Rename the notice into the folder."""
-        self.mount.rename((self._storage.notices, (name,)), (self._folder(term), (name,)))
+        self.mount.rename((self._storage.notices, (name,)), (self._of_term(term), (name,)))
 
     def forget_absence(self, name: str) -> None:
         """Make the client ask the server about the notice."""
@@ -783,17 +783,17 @@ class NodeFiles:
 
     def claimed_notices(self, term: int) -> Mapping[str, float]:
         """List the folder."""
-        names = self.mount.names_in(self._folder(term))
+        names = self.mount.names_in(self._of_term(term))
         return dict.fromkeys(sorted(name for (name,) in names), NOTICE_LEFT_S)
 
     def remove_notice(self, term: int, name: str) -> None:
         """Start to remove the notice from the folder."""
         monitor = self._files.monitor
         self.mount.remove_behind(
-            self._folder(term), (name,), lambda file: monitor.notice_removed(name, file.content)
+            self._of_term(term), (name,), lambda file: monitor.notice_removed(name, file.content)
         )
 
-    def _folder(self, term: int) -> Folder:
+    def _of_term(self, term: int) -> Folder:
         if not self._files.is_fenced:
             return self._files.folder
         found = self.mount.find(self._storage.rdzv, _term(term))

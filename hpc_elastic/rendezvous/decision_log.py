@@ -12,38 +12,23 @@ import os
 import secrets
 import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpc_elastic import shared_files
 from hpc_elastic.errors import DamagedFileError, RunDirectoryError
 from hpc_elastic.rendezvous.log_entry import LogEntry, LogSteps, decode_signed
 from hpc_elastic.run.fencing import entries_in, entry_path
-from hpc_elastic.shared_files import (
-    NO_HARD_LINKS,
-    RemovalWatch,
-    carried_out,
-    names_listed,
-    numbers_in,
-    owner_writes,
-    read_text,
-    refresh,
-    remove_behind,
-)
+from hpc_elastic.shared_files import carried_out, read_text, remove_behind
 from hpc_elastic.transport.auth import is_signed, sign
 
-_NOT_WRITABLE = (errno.EACCES, errno.EROFS)
 
-
-@dataclass(frozen=True)
 class DecisionLog:
     """The log entries and leases of one run; implements `LogFiles`."""
 
-    path: Path
-    secret: bytes
-    _removal: RemovalWatch = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_removal", RemovalWatch(self.path))
+    def __init__(self, path: Path, secret: bytes) -> None:
+        self.path = path
+        self.secret = secret
+        self._removal = shared_files.RemovalWatch(path)
 
     def is_removed(self) -> bool:
         """Return whether the log's folder was removed for good; only for an unreadable log."""
@@ -70,13 +55,13 @@ class DecisionLog:
         try:
             return carried_out(LogSteps(self).create(entry))
         except OSError as e:
-            if e.errno in NO_HARD_LINKS:
+            if e.errno in shared_files.NO_HARD_LINKS:
                 raise RunDirectoryError(
                     f"{self.path}: the file system has no hard links ({e.strerror}), by which the "
                     "nodes of a run agree: put hydra.sweep.dir on one that has, such as NFS, "
                     "Lustre or GPFS"
                 ) from e
-            if e.errno in _NOT_WRITABLE:
+            if e.errno in (errno.EACCES, errno.EROFS):
                 what = f"not writable on this node ({e.strerror})"
                 raise RunDirectoryError(f"{self.path}: {what}") from e
             raise
@@ -84,17 +69,15 @@ class DecisionLog:
     def remove_old(self, index: int, term: int) -> None:
         """Begin to remove what `effects.RemoveEntries` names; it stays if that fails."""
         with contextlib.suppress(OSError):
-            names = names_listed(self.path)
-            numbers = sorted(numbers_in(names, "entry.", ".json"))
+            names = shared_files.names_listed(self.path)
+            numbers = sorted(shared_files.numbers_in(names, "entry.", ".json"))
+            terms = shared_files.numbers_in(names, "lease.")
             old = [entry_path(self.path, n) for n in numbers if n < index]
-            old += [self.path / f"lease.{n}" for n in numbers_in(names, "lease.") if n < term]
-            remove_behind(*old)
+            remove_behind(*old, *(self.path / f"lease.{n}" for n in terms if n < term))
 
     def make_lease(self, term: int) -> Lease:
         """Return the lease of a term, for its leader."""
         return Lease(self.path / f"lease.{term}", self.secret, term)
-
-    # ---- see `LogFiles` ------------------------------------------------------------------
 
     def indices(self) -> frozenset[int]:
         """Return the indices of all entries, from a fresh listing."""
@@ -113,7 +96,7 @@ class DecisionLog:
         """Write an entry under another name, and link it to its own."""
         staged = self.path / f".entry.{secrets.token_hex(8)}"
         try:
-            with open(staged, "x", opener=owner_writes) as f:
+            with open(staged, "x", opener=shared_files.owner_writes) as f:
                 f.write(entry.encode_signed(self.secret))
                 f.flush()
                 os.fsync(f.fileno())
@@ -125,7 +108,7 @@ class DecisionLog:
         """Open a lease anew; return the value that the leader of its term wrote last."""
         file = self.path / f"lease.{term}"
         try:
-            refresh(file)
+            shared_files.refresh(file)
             text, _, mac = read_text(file).rpartition("|")
         except (FileNotFoundError, DamagedFileError):
             return None

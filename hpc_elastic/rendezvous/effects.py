@@ -74,13 +74,11 @@ class ProbePeers(Effect):
 
 @dataclass(frozen=True)
 class Append(Effect):
-    """Append this entry; report `LeaderState.appended`, or `refused` if its index is taken.
-
-    ``needs_store``: it closes a round whose members meet in one store, which is started before.
-    """
+    """Append this entry; report `LeaderState.appended`, or `refused` if its index is taken."""
 
     entry: LogEntry
     needs_store: bool = False
+    """Whether it closes a round whose members meet in one store, which is started before."""
 
 
 @dataclass(frozen=True)
@@ -90,14 +88,12 @@ class ReadLog(Effect):
 
 @dataclass(frozen=True)
 class Claim(Effect):
-    """Try to append entry ``number`` as the next leader; report `FollowerState.claimed`.
-
-    ``possibly_alive``: the leader before is out of reach, and its end was not observed.
-    """
+    """Try to append entry ``number`` as the next leader; report `FollowerState.claimed`."""
 
     number: int
     before: LogEntry | None
     possibly_alive: bool
+    """Whether the leader before is out of reach, and its end was not observed."""
 
 
 @dataclass(frozen=True)
@@ -109,26 +105,20 @@ class Lead(Effect):
 
 @dataclass(frozen=True)
 class Announce(Effect):
-    """Send each member its place in the round that an entry has closed.
-
-    Attributes:
-        requests: The agents that are sent a place, each with the request that this answers: an
-            agent may have joined again since the decision, and request another round.
-        replicas: The replicas that they form, by number (`replica_state`); None: all members of the
-            entry are one group.
-    """
+    """Send each member its place in the round that an entry has closed."""
 
     entry: LogEntry
     requests: Mapping[Agent, Join]
+    """What this answers: an agent may have joined again since, and request another round."""
     replicas: Mapping[int, Sequence[Agent]] | None = None
+    """Those that they form, by number; None: all members of the entry are one group."""
 
 
 @dataclass(frozen=True)
 class PublishResult(Effect):
     """Write the result of a run that has ended, and cancel its pending tasks.
 
-    The leader does so, and any agent that finds the end in the log: the leader may have died
-    before it did.
+    The leader does so, and any agent that finds the end in the log: the leader may have died.
     """
 
     entry: LogEntry
@@ -216,15 +206,13 @@ class Exclude(Effect):
 
 @dataclass(frozen=True)
 class ClearHolds(Effect):
-    """Let these tasks, which Slurm holds after a requeue or has ended, start soon.
-
-    ``possibly_alive``: those whose end was not observed, each with the node where it may still run.
-    ``failed_on``: those that failed before they joined, each with the hosts of these attempts.
-    """
+    """Let these tasks, which Slurm holds after a requeue or has ended, start soon."""
 
     tasks: tuple[str, ...]
     possibly_alive: Mapping[str, str] = field(default_factory=dict)
+    """Those whose end was not observed, each with the node where it may still run."""
     failed_on: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Those that failed before they joined, each with the hosts of these attempts."""
 
 
 @dataclass(frozen=True)

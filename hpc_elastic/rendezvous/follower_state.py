@@ -29,20 +29,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from hpc_elastic.rendezvous import messages
-from hpc_elastic.rendezvous.effects import (
-    Claim,
-    Connect,
-    Deliver,
-    Disconnect,
-    Effect,
-    Lead,
-    ProbePeers,
-    PublishResult,
-    QuerySlurm,
-    ReadLog,
-    SendToLeader,
-)
+from hpc_elastic.rendezvous import effects, messages
+from hpc_elastic.rendezvous.effects import Effect
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, has_no_leader
 from hpc_elastic.run.events import LossReason
@@ -182,16 +170,16 @@ class FollowerState:
             self._watch.on_suspended(late_s)
         if self._link is not _Link.UP:
             return self._read_log_if_due(now)
-        effects: list[Effect] = []
+        due: list[Effect] = []
         if now - self._beaten >= self.heartbeat.heartbeat_interval_s:
             self._beaten = now
-            effects.append(SendToLeader(messages.Heartbeat()))
+            due.append(effects.SendToLeader(messages.Heartbeat()))
         silence_s = now - self._last_message
         if silence_s > self.heartbeat.heartbeat_timeout_s:
-            return effects + self._on_leader_lost(f"silent for {silence_s:.1f} s", now)
+            return due + self._on_leader_lost(f"silent for {silence_s:.1f} s", now)
         if silence_s > 1.5 * self.heartbeat.heartbeat_interval_s:
-            effects += self._read_log_if_due(now)  # observe the lease early, for a later claim
-        return effects
+            due += self._read_log_if_due(now)  # observe the lease early, for a later claim
+        return due
 
     def log_read(
         self, number: int, entry: LogEntry | None, lease: int | None, now: float
@@ -202,11 +190,11 @@ class FollowerState:
         if self._over or self._claiming:
             return []
         if entry is not None and entry.generation > self._generation:
-            return [Disconnect(), *self._end_session(_RESUMED)]
+            return [effects.Disconnect(), *self._end_session(_RESUMED)]
         if entry is not None and entry.attempts.get(self.me.task, 0) > self.me.attempt:
-            return [Disconnect(), *self._end_session(messages.OLDER_ATTEMPT)]
+            return [effects.Disconnect(), *self._end_session(messages.OLDER_ATTEMPT)]
         if entry is not None and entry.ending is not None:
-            return [PublishResult(entry), *self._end_session(messages.End.of(entry.ending))]
+            return [effects.PublishResult(entry), *self._end_session(messages.End.of(entry.ending))]
         whole = entry if entry is not None and entry.index == number else None
         term = -number if whole is None else whole.term  # a damaged entry: a term of its own
         if self._watch.term != term:
@@ -221,15 +209,15 @@ class FollowerState:
         connecting = self._link is _Link.CONNECTING
         if has_no_leader(number, entry) or self._may_claim(number, entry, now):
             self._claiming, self._link = True, _Link.DOWN
-            cancel: list[Effect] = [Disconnect()] if connecting else []
-            return [*cancel, Claim(number + 1, entry, self._watch.refused_since is None)]
+            cancel: list[Effect] = [effects.Disconnect()] if connecting else []
+            return [*cancel, effects.Claim(number + 1, entry, self._watch.refused_since is None)]
         if whole is None:
             text = f"entry {number} is damaged: waiting for a leader that follows it"
             return [self._deliver_news(text)]
         if connecting and not self._is_newer(whole):
             return []
         self._link, self._entry = _Link.CONNECTING, whole
-        return [*([Disconnect()] if connecting else []), Connect(whole)]
+        return [*([effects.Disconnect()] if connecting else []), effects.Connect(whole)]
 
     def run_removed(self) -> list[Effect]:
         """The directory of the run was removed for good, and no leader can be found by it."""
@@ -263,7 +251,7 @@ class FollowerState:
             reports.append(self._final_report)
         if self._notice is not None:
             reports.append(self._notice.for_leader(now))
-        return [SendToLeader(message) for message in reports]
+        return [effects.SendToLeader(message) for message in reports]
 
     def not_connected(self, why: str, now: float, *, refused: bool) -> list[Effect]:
         """The leader could not be reached; ``refused``: its node has refused the connection."""
@@ -280,11 +268,11 @@ class FollowerState:
         if self._entry.gave_up:
             error = self._entry.counters.failed_terms[-1].summary()
             text = f"term {self._entry.term} has failed: {error}"
-        effects: list[Effect] = [self._deliver_news(text)]
+        due: list[Effect] = [self._deliver_news(text)]
         if not (refused or self._watch.queried) and self._claim_rank() < _NUM_SLURM_CLIENTS:
             self._watch.queried = True
-            effects.append(QuerySlurm(task))
-        return effects
+            due.append(effects.QuerySlurm(task))
+        return due
 
     def received(self, message: messages.RunMessage, now: float) -> list[Effect]:
         """The leader has sent a message."""
@@ -296,20 +284,20 @@ class FollowerState:
             case messages.RoundInfo(request) if self.joining and request == self._num_requests:
                 self.joining, self._in_round = False, True
                 self._place, self._final_report = message, None
-                return [Deliver(message)]
+                return [effects.Deliver(message)]
             case messages.Stop() if not self.joining:
-                return [Deliver(message), *self._on_round_stopped()]
+                return [effects.Deliver(message), *self._on_round_stopped()]
             case messages.CheckpointRequested() | messages.StacksRequest() if self._in_round:
-                return [Deliver(message)]
+                return [effects.Deliver(message)]
             case messages.Waiting() | messages.QuorumMessage():
-                return [Deliver(message)]
+                return [effects.Deliver(message)]
             case messages.Probe():
-                return [ProbePeers(message)]
+                return [effects.ProbePeers(message)]
             case messages.NoticeRequest(left_s):
                 confirmed = self._send_to_leader(messages.NoticeConfirmed())
                 notice = messages.PreemptionNotice(Reason.ASKED, now + left_s)
                 added = self.add_notice(notice, now)
-                return [*confirmed, Deliver(notice), *added] if added else confirmed
+                return [*confirmed, effects.Deliver(notice), *added] if added else confirmed
             case messages.End() | messages.Requeue():
                 return self._end_session(message)
         return []
@@ -332,7 +320,7 @@ class FollowerState:
             self._read_due = now
         else:
             self._schedule_read(now)
-        lead: list[Effect] = [Lead(entry)] if entry is not None and not self._over else []
+        lead: list[Effect] = [effects.Lead(entry)] if entry is not None and not self._over else []
         return [*lead, *self._read_log_if_due(now)]
 
     # ---- steps --------------------------------------------------------------------------
@@ -351,10 +339,10 @@ class FollowerState:
         behind = max(0, self._claim_rank() - _NUM_WATCHERS)
         self._read_due = now + min(_READ_STAGGER_S * behind, _MAX_STAGGER_S)
         text = f"lost the leader: {why}"
-        effects: list[Effect] = [Disconnect()]
+        due: list[Effect] = [effects.Disconnect()]
         if not (self.joining or self._stays):
-            effects += [Deliver(messages.Stop(text)), *self._on_round_stopped()]
-        return [*effects, self._deliver_news(text), *self._read_log_if_due(now)]
+            due += [effects.Deliver(messages.Stop(text)), *self._on_round_stopped()]
+        return [*due, self._deliver_news(text), *self._read_log_if_due(now)]
 
     def _on_round_stopped(self) -> list[Effect]:
         self._in_round = False
@@ -370,14 +358,14 @@ class FollowerState:
         return tuple(self.probe_ports), self.versions
 
     def _send_to_leader(self, message: messages.RunMessage) -> list[Effect]:
-        return [SendToLeader(message)] if self._link is _Link.UP else []
+        return [effects.SendToLeader(message)] if self._link is _Link.UP else []
 
     def _end_session(self, message: messages.RunMessage) -> list[Effect]:
         self._over = True
-        return [Deliver(message)]
+        return [effects.Deliver(message)]
 
-    def _deliver_news(self, text: str) -> Deliver:
-        return Deliver(messages.Waiting(text))
+    def _deliver_news(self, text: str) -> effects.Deliver:
+        return effects.Deliver(messages.Waiting(text))
 
     def _is_newer(self, entry: LogEntry | None) -> bool:
         assert self._entry is not None
@@ -387,7 +375,7 @@ class FollowerState:
         if self._reading or self._claiming or self._over or now < self._read_due:
             return []
         self._reading, self._read_began = True, now
-        return [ReadLog()]
+        return [effects.ReadLog()]
 
     def _schedule_read(self, now: float) -> None:
         self._read_due = now + self._read_pause_s

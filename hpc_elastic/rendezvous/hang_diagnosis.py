@@ -46,7 +46,6 @@ MOVING_FACTOR = 10.0
 _MAX_NAMED = 8
 _OUT_OF_REACH = ("stopped", "silent")
 
-
 _RankOfAgent = tuple[Agent, RankState]
 
 
@@ -129,12 +128,10 @@ def hang_failures(finding: HangFinding, stalled_s: float, round_: int) -> list[F
         if state.stack:  # the pattern of the files of all ranks
             name = state.stack.rpartition("/")[2].partition(".rank-")[0]
             message += f"; stacks of all ranks: tasks/*/attempt-*/{name}.rank-*.stack.txt"
-        failures.append(
-            Failure(
-                agent.task, agent.host, state.rank, state.local_rank, state.time, message,
-                phase="hang", log=state.stack, round=round_,
-            )
-        )  # fmt: skip
+        failures.append(Failure(
+            agent.task, agent.host, state.rank, state.local_rank, state.time, message,
+            phase="hang", log=state.stack, round=round_,
+        ))  # fmt: skip
     return failures
 
 
@@ -205,13 +202,11 @@ class HangDiagnosis:
 
     def _ranks_of(self, members: Sequence[Agent]) -> list[_RankOfAgent]:
         """Return the states of all ranks; one is silent for each agent that has not answered."""
+        place = f"out of reach: its agent has not answered for {ANSWER_S:.0f} s"
         found: list[_RankOfAgent] = []
         first = 0
         for agent in members:
-            if agent in self._answers:
-                found += [(agent, state) for state in self._answers[agent]]
-            else:
-                place = f"out of reach: its agent has not answered for {ANSWER_S:.0f} s"
-                found.append((agent, RankState(first, 0, "silent", place)))
+            silent = [RankState(first, 0, "silent", place)]
+            found += [(agent, state) for state in self._answers.get(agent, silent)]
             first += agent.nproc
         return found

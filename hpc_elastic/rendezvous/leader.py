@@ -101,11 +101,11 @@ class Leader:
         self._term.handle(self._state.start_leading)
         self._listener.serve(self._context.secret, self._claim.term, self)
         duties = [self._tick(), self._watch_log(), self._write_status()]
-        duties.append(self._repeat(_READMIT_S, self._term.readmit))
+        duties.append(self._readmit())
         if self._folder is not None:
             duties.append(self._watch_notices(self._folder))
         if self._context.rules.ft:
-            duties.append(self._repeat(_QUORUM_TICK_S, self._tick_quorum))
+            duties.append(self._tick_quorum())
         for duty in duties:
             self._start(duty, self._duties)
         self._start(self._in_thread(self._context.scheduler.prepare_store), self._duties)
@@ -208,8 +208,7 @@ class Leader:
         )  # fmt: skip
 
     async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, work, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     # ---- agents -------------------------------------------------------------------------
 
@@ -350,13 +349,14 @@ class Leader:
             self._term.handle(self._state.appended if is_created else self._state.refused)
 
     async def _make_store(self) -> messages.Address:
+        make = self._context.scheduler.make_store
         for _ in range(_STORE_TRIES - 1):
             try:
-                return await self._in_thread(self._context.scheduler.make_store)
+                return await self._in_thread(make)
             except OSError as e:
                 _log.warning("the store of the round cannot be made yet, retrying: %s", e)
                 await asyncio.sleep(_RETRY_S)
-        return await self._in_thread(self._context.scheduler.make_store)
+        return await self._in_thread(make)
 
     async def _create(self, entry: LogEntry) -> bool:
         while True:
@@ -406,13 +406,15 @@ class Leader:
             self._term.handle(self._state.tick, time.monotonic())
             await asyncio.sleep(self._context.heartbeat.heartbeat_interval_s)
 
-    def _tick_quorum(self) -> None:
-        self._term.handle(self._state.tick_quorum, time.monotonic())
-
-    async def _repeat(self, interval_s: float, act: Callable[[], None]) -> None:
+    async def _tick_quorum(self) -> None:
         while True:
-            await asyncio.sleep(interval_s)
-            act()
+            await asyncio.sleep(_QUORUM_TICK_S)
+            self._term.handle(self._state.tick_quorum, time.monotonic())
+
+    async def _readmit(self) -> None:
+        while True:
+            await asyncio.sleep(_READMIT_S)
+            self._term.readmit()
 
     async def _watch_log(self) -> None:
         """Step down once the log shows another leader; end the run once the log was removed."""

@@ -48,22 +48,8 @@ from dataclasses import dataclass, field
 
 from hpc_elastic.ft.lighthouse_state import LighthouseState
 from hpc_elastic.ft.quorum import QuorumRules
-from hpc_elastic.rendezvous import messages, task_recovery
-from hpc_elastic.rendezvous.effects import (
-    Append,
-    ClearHolds,
-    Disconnect,
-    Effect,
-    Note,
-    QueryQueue,
-    QueryTasks,
-    RemoveEntries,
-    RemoveNotice,
-    RenewLease,
-    Send,
-    StepDown,
-    hosts_of,
-)
+from hpc_elastic.rendezvous import effects, messages, task_recovery
+from hpc_elastic.rendezvous.effects import Effect, Note, Send, hosts_of
 from hpc_elastic.rendezvous.failure_policy import Stragglers
 from hpc_elastic.rendezvous.hang_diagnosis import HangDiagnosis
 from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, RoundRules
@@ -133,7 +119,7 @@ class LeaderState:
         expected = sorted(self.run.participants.pending_rejoin, key=lambda agent: agent.slot)
         self._tracker = HeartbeatTracker(heartbeat, expected, now)
         self._silent: dict[Agent, LossReason] = {}
-        """Agents that have timed out and are not marked lost yet, each with the reason."""
+        """Agents that have timed out and are not marked lost yet."""
         self._yielding = False
         self._lease_due = now
         self._removal_due, self._removable, self._removed = now, 0, 0
@@ -167,22 +153,22 @@ class LeaderState:
         newest = self._attempts.setdefault(agent.task, agent.attempt)
         if agent.attempt < newest:
             return [Send((agent,), messages.OLDER_ATTEMPT)]
-        effects: list[Effect] = []
+        due: list[Effect] = []
         if agent.attempt > newest:
             self._attempts[agent.task] = agent.attempt
             for other in [a for a in self._tracker.last_heartbeat if a.task == agent.task]:
-                effects.append(Send((other,), messages.OLDER_ATTEMPT))
-                effects += self.disconnected(other, LossReason.TASK_RESTARTED, now, announced=True)
+                due.append(Send((other,), messages.OLDER_ATTEMPT))
+                due += self.disconnected(other, LossReason.TASK_RESTARTED, now, announced=True)
         if agent in self._tracker.last_heartbeat:
-            effects.append(Disconnect(agent))
-            effects += self.disconnected(agent, LossReason.RECONNECTED, now)
+            due.append(effects.Disconnect(agent))
+            due += self.disconnected(agent, LossReason.RECONNECTED, now)
         self._tracker.connected(agent, now)
         self._silent.pop(agent, None)
         self.run.recovery.possibly_alive.pop(agent.task, None)
         self._yield_if_cut_off(now)
         if self._quorum is not None:
             self._quorum.connected(agent)
-        return [*effects, *self._answer_replicas(now)]
+        return [*due, *self._answer_replicas(now)]
 
     def received(self, agent: Agent, message: messages.RunMessage, now: float) -> list[Effect]:
         """An agent has sent a message; see `messages`."""
@@ -205,8 +191,8 @@ class LeaderState:
                 return []  # it is sent the end with all others, once that is appended
             case messages.Join():
                 self._polls.hurry()
-        effects = self._events(agent, message, now)
-        return [*self._do(effects), *self._query_tasks(now)]
+        due = self._events(agent, message, now)
+        return [*self._do(due), *self._query_tasks(now)]
 
     def disconnected(
         self, agent: Agent, why: str, now: float, *, announced: bool = False
@@ -215,8 +201,8 @@ class LeaderState:
         if not self._forget(agent, why):
             return []
         self.run.recovery.possibly_alive.pop(agent.task, None)
-        effects = self._do(self.rounds.agent_lost(agent, why, now, announced=announced))
-        return [*effects, *self._answer_replicas(now)]
+        due = self._do(self.rounds.agent_lost(agent, why, now, announced=announced))
+        return [*due, *self._answer_replicas(now)]
 
     def notices_claimed(self, claimed: Mapping[str, float]) -> list[Effect]:
         """This leader has claimed these notice files, each with the seconds until its deadline."""
@@ -224,15 +210,15 @@ class LeaderState:
         to_send, confirmed, unmatched = self._leave_requests.match_agents(claimed, connected)
         return [
             *(Send((agent,), messages.NoticeRequest(left_s)) for agent, left_s in to_send),
-            *map(RemoveNotice, confirmed),
-            *(RemoveNotice(name, matches_no_agent=True) for name in unmatched),
+            *map(effects.RemoveNotice, confirmed),
+            *(effects.RemoveNotice(name, matches_no_agent=True) for name in unmatched),
         ]
 
     def notice_confirmed(self, task: str) -> list[Effect]:
         """The agent of a task has confirmed that its node is to be left."""
         connected, requests = self._tracker.last_heartbeat, self._leave_requests
         over = (requests.confirmed(agent, connected) for agent in connected if agent.task == task)
-        return [RemoveNotice(name) for names in over for name in names]
+        return [effects.RemoveNotice(name) for names in over for name in names]
 
     def slurm_answered(self, states: Mapping[str, TaskState] | None, now: float) -> list[Effect]:
         """Slurm has answered the query of the run's tasks; None: it has not."""
@@ -242,36 +228,35 @@ class LeaderState:
         known = (states or {}).items()
         not_running = [task for task, state in known if task_recovery.has_no_node(state)]
         self._tracker.silent.difference_update(not_running)
-        effects = self._do(self.rounds.slurm_answered(states, asked_at, now))
+        due = self._do(self.rounds.slurm_answered(states, asked_at, now))
         if self.run.recovery.are_due:
             self._polls.query_within(CONFIRM_LOST_S, now)
-        return effects
+        return due
 
     def advised(self, advice: QueueAdvice, now: float) -> list[Effect]:
         """The queue was queried: what it lets the run do."""
-        self._queue_due, effects = now + _QUEUE_EVERY_S, list[Effect]()
+        self._queue_due, due = now + _QUEUE_EVERY_S, list[Effect]()
         if self._short_due == math.inf:  # that was asked
             why = advice.blocked_why
             longer_s = min(_SHORT_LONGEST_S, 1.5 * self._short_pause_s)
             if why is not None:  # queried again soon: if it is confirmed, the nodes are requeued
                 self._short_pause_s = longer_s = _QUEUE_EVERY_S
             self._short_due, self._short_pause_s = now + self._short_pause_s, longer_s
-            effects = [] if self.fenced else self._do(self.rounds.sweep_answered(why, now))
+            due = [] if self.fenced else self._do(self.rounds.sweep_answered(why, now))
         if advice.max_nodes is not None:
             self.run.growth.share = advice.max_nodes
-        effects += self.drained(advice.reserved, keeps_min=False)
-        return [*effects, *self.drained(advice.drained), *self._give_back(advice.returns)]
+        due += self.drained(advice.reserved, keeps_min=False)
+        return [*due, *self.drained(advice.drained), *self._give_back(advice.returns)]
 
     def _give_back(self, returns: Iterable[NodeReturn]) -> list[Effect]:
-        """Let agents leave, at a checkpoint, whose nodes a job of somebody else is to have."""
         connected = {agent.task: agent for agent in self._tracker.last_heartbeat}
-        effects: list[Effect] = []
+        due: list[Effect] = []
         for each in returns:
             agents = [connected[task] for task in each.tasks if task in connected]
             fields = {"job": each.job, "user": each.user, "needs": each.num_nodes}
             named = {"tasks": [a.task for a in agents], "hosts": hosts_of(agents)}
-            effects += self._let_leave(agents, Note("nodes_given_back", {**fields, **named}))
-        return [] if self.fenced else self._do(effects)
+            due += self._let_leave(agents, Note("nodes_given_back", {**fields, **named}))
+        return [] if self.fenced else self._do(due)
 
     def _let_leave(self, agents: Collection[Agent], why: Note) -> list[Effect]:
         """Let agents leave their nodes at the next checkpoint, without a deadline."""
@@ -287,7 +272,7 @@ class LeaderState:
         At least min nodes of the members stay, unless the nodes are reserved: a drained node goes
         on with the job that it has. ``states`` are Slurm's, by host.
         """
-        effects: list[Effect] = []
+        due: list[Effect] = []
         members, rules = self.run.ranks.members, self.run.rules
         num_left = sum(not self._leaves_soon(agent) for agent in members)
         for agent in sorted(self._tracker.last_heartbeat, key=lambda a: a.slot):
@@ -299,8 +284,8 @@ class LeaderState:
                     continue
                 num_left -= 1
             fields = {"task": agent.task, "host": agent.host, "state": states[agent.host]}
-            effects += self._let_leave([agent], Note("node_drained", fields))
-        return [] if self.fenced else self._do(effects)
+            due += self._let_leave([agent], Note("node_drained", fields))
+        return [] if self.fenced else self._do(due)
 
     def appended(self) -> list[Effect]:
         """The entry exists: carry out what stands behind it."""
@@ -337,12 +322,12 @@ class LeaderState:
             self._pending = None
         self.run.entry = self._pending or self.at
         if self.run.entry.ending is not None:
-            return self._do([StepDown()])  # the agents find the end in the log
+            return self._do([effects.StepDown()])  # the agents find the end in the log
         self.run.phase = RoundPhase.FORMING  # an end that was queued is dropped, too
         note, ending = self.run.policy.term_failed(failure)
         if ending is not None:
             return [note, *self._do(self.run.end_run(ending))]
-        return [note, *self._do([self.run.decide(gave_up=True), StepDown()])]
+        return [note, *self._do([self.run.decide(gave_up=True), effects.StepDown()])]
 
     def tick(self, now: float) -> list[Effect]:
         """Handle the passing of time; call it every `HeartbeatConfig.heartbeat_interval_s`."""
@@ -350,13 +335,13 @@ class LeaderState:
             return []
         if late_s := self._tracker.forgive_if_slept(now):
             self.run.add_grace(late_s, now)
-        effects = self._lose_timed_out(now)
-        effects += self._do(self.rounds.tick(now))
-        effects += self._do(self._hangs.tick(self.rounds, now))
-        effects += self._do(self._note_long_wait(now))
-        effects.append(Send(tuple(self._tracker.last_heartbeat), messages.Heartbeat()))
-        effects += self._renew_lease(now) + self._remove_entries(now)
-        return [*effects, *self._query_tasks(now), *self._query_queue(now)]
+        due = self._lose_timed_out(now)
+        due += self._do(self.rounds.tick(now))
+        due += self._do(self._hangs.tick(self.rounds, now))
+        due += self._do(self._note_long_wait(now))
+        due.append(Send(tuple(self._tracker.last_heartbeat), messages.Heartbeat()))
+        due += self._renew_lease(now) + self._remove_entries(now)
+        return [*due, *self._query_tasks(now), *self._query_queue(now)]
 
     def _note_long_wait(self, now: float) -> list[Effect]:
         """Note, once for each round, that the run has had no group for long."""
@@ -427,17 +412,17 @@ class LeaderState:
 
     # ---- decisions ----------------------------------------------------------------------
 
-    def _do(self, effects: list[Effect]) -> list[Effect]:
+    def _do(self, due: list[Effect]) -> list[Effect]:
         """Return the effects to carry out now; those behind an append wait until it is done.
 
         Tasks are restarted at once: later, the run may have requeued them itself.
         """
         now: list[Effect] = []
-        for effect in effects:
-            if self._pending is not None and not isinstance(effect, ClearHolds):
+        for effect in due:
+            if self._pending is not None and not isinstance(effect, effects.ClearHolds):
                 self._queue.append(effect)
                 continue
-            if isinstance(effect, Append):
+            if isinstance(effect, effects.Append):
                 self._pending = effect.entry
             elif isinstance(effect, Send):
                 effect = Send(self._connected_of(effect.agents), effect.message)
@@ -450,27 +435,27 @@ class LeaderState:
 
     def _step_down(self) -> list[Effect]:
         was_fenced, self.fenced = self.fenced, True
-        return [] if was_fenced else [StepDown()]
+        return [] if was_fenced else [effects.StepDown()]
 
     # ---- liveness -----------------------------------------------------------------------
 
     def _lose_timed_out(self, now: float) -> list[Effect]:
         """Mark agents lost that have timed out, or have not found this leader in time."""
-        effects: list[Effect] = []
+        due: list[Effect] = []
         for agent in self._tracker.timed_out(now):
             self._forget(agent, LossReason.SILENT)
             self._silent[agent] = LossReason.SILENT
-            effects.append(Disconnect(agent))
+            due.append(effects.Disconnect(agent))
         self._silent |= dict.fromkeys(self._tracker.take_overdue(now), LossReason.LEADER_NOT_FOUND)
         self._tracker.silent.update(a.task for a in self._silent if a in self.run.ranks)
         self._yield_if_cut_off(now)
         if self.rounds.waits_when_cut_off and self.is_cut_off(now):
-            return effects
+            return due
         silent, self._silent = self._silent, {}
         for agent, why in silent.items():
             self.run.note_silence(agent)
-            effects += self._do(self.rounds.agent_lost(agent, why, now))
-        return effects
+            due += self._do(self.rounds.agent_lost(agent, why, now))
+        return due
 
     def _forget(self, agent: Agent, why: str) -> bool:
         """Forget a disconnected agent; return whether it was connected."""
@@ -515,7 +500,7 @@ class LeaderState:
         if self.is_deciding and failing_s > 2 * self.heartbeat.heartbeat_timeout_s:
             return self._step_down()
         self._lease_due = now + self.heartbeat.lease_s - self.heartbeat.heartbeat_interval_s / 2
-        return [RenewLease()]
+        return [effects.RenewLease()]
 
     def _remove_entries(self, now: float) -> list[Effect]:
         """Remove entries that have had `num_kept` later ones for as long as listings may be late.
@@ -530,7 +515,7 @@ class LeaderState:
         if index <= self._removed:
             return []
         self._removed = index
-        return [RemoveEntries(index, self.at.term - self.num_kept)]
+        return [effects.RemoveEntries(index, self.at.term - self.num_kept)]
 
     def _query_tasks(self, now: float) -> list[Effect]:
         run = self.run
@@ -538,7 +523,11 @@ class LeaderState:
         if not (run.wants_slurm and (waiting or run.awaits_tasks)):
             return []
         about = (run.entry.round, run.forming_since, waiting)
-        return [QueryTasks()] if self._polls.begin_query(about, now, gently=not waiting) else []
+        return (
+            [effects.QueryTasks()]
+            if self._polls.begin_query(about, now, gently=not waiting)
+            else []
+        )
 
     def _query_queue(self, now: float) -> list[Effect]:
         run, in_sweep = self.run, self.run.rules.in_sweep
@@ -556,7 +545,7 @@ class LeaderState:
             self._short_due = math.inf
         lost, grows = dict(run.participants.lost), not run.growth.holds
         returnable = self._returnable() if gives_way and (trains or run.is_short) else ()
-        return [QueryQueue(QueueQuestion(lost, is_short, trains, grows, returnable))]
+        return [effects.QueryQueue(QueueQuestion(lost, is_short, trains, grows, returnable))]
 
     def _returnable(self) -> tuple[tuple[str, str], ...]:
         run = self.run

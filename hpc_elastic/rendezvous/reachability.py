@@ -135,12 +135,15 @@ class Reachability:
         self._probed, self._awaited, self.has_changed = set(), {}, False
         if self._retry_at is not None and now >= self._retry_at:
             self._retry_at = None
-            self._forget_failed()
+            for agent, others in self._cut.items():
+                self._tried[agent] -= others
+                self.pending |= {agent, *others} if others else set()
         plan = self._plan(group) if self.pending.intersection(group) else {}
         if plan:
             self._number += 1
             self._sent_at, self._awaited, self._probed = now, plan, set(group)
-            return [self._query(agent, peers) for agent, peers in plan.items()]
+            ports = {a: {b.task: self._endpoints[b] for b in peers} for a, peers in plan.items()}
+            return [Send((agent,), Probe(self._number, of)) for agent, of in ports.items()]
         self.pending.difference_update(group)
         if not any(self._cut.values()):
             self._retry_at, self._retry_s = None, RETRY_S
@@ -166,16 +169,6 @@ class Reachability:
                 plan[agent] = peers
                 tried.update(peers)
         return plan
-
-    def _query(self, agent: Agent, peers: Sequence[Agent]) -> Send:
-        ports = {peer.task: self._endpoints[peer] for peer in peers}
-        return Send((agent,), Probe(self._number, ports))
-
-    def _forget_failed(self) -> None:
-        for agent, others in self._cut.items():
-            for other in others:
-                self._tried[agent].discard(other)
-                self.pending |= {agent, other}
 
     # ---- results ------------------------------------------------------------------------
 
@@ -211,9 +204,6 @@ def left_out_note(left: Sequence[Agent], graph: Graph) -> Note:
     return Note("left_out", {**fields, "cut": pairs[:_MAX_NAMED], "pairs": len(pairs)})
 
 
-# ---- The smallest set of agents that touches each missing connection (pure)
-
-
 class _OutOfStepsError(Exception):
     """The exact search takes too long."""
 
@@ -228,9 +218,8 @@ def smallest_cover(graph: Graph, order: Sequence[Agent]) -> set[Agent]:
     budget = [_STEPS]
     try:
         for size in range(len(graph) + 1):
-            if (
-                found := _cover({a: set(graph[a]) for a in order}, size, ranks, budget)
-            ) is not None:
+            found = _cover({a: set(graph[a]) for a in order}, size, ranks, budget)
+            if found is not None:
                 return found
     except _OutOfStepsError:
         pass

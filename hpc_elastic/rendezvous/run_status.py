@@ -101,6 +101,7 @@ def _apart_warnings(apart: Sequence[tuple[int, int]]) -> Iterator[str]:
     )
 
 
+_MAX_NAMED = 20
 SHORTEST_S = 5.0
 DENSE_S = 10_000.0
 """Age up to which a run has a line every `SHORTEST_S`."""
@@ -162,12 +163,6 @@ class ProgressLog:
         """Steps and samples per second; None if unknown."""
         rates = {"steps_per_s": self._steps.rate, "samples_per_s": self._samples.rate}
         return {name: None if rate is None else round(rate, 4) for name, rate in rates.items()}
-
-
-# ---- The text that names the missing nodes of a round (pure)
-
-
-_MAX_NAMED = 20
 
 
 def waiting_for(run: RunState, log_of: Callable[[str, int], str | None]) -> str:

@@ -47,7 +47,6 @@ T = TypeVar("T")
 _SEARCH_TICK_S = 0.05
 _CLAIM_RETRY_S = 0.5
 
-
 Ending = messages.End | messages.Requeue | messages.Departed
 Outcome = messages.RoundInfo | Ending
 
@@ -205,10 +204,6 @@ class Session(SessionState):
             timeout_s: The longest wait, in seconds, in which the leader or the log answers.
             store: Address and port of a fresh store, for a replica whose first node this is.
 
-        Returns:
-            The round; or how the run ended; or that this node must requeue, or has left the run
-            because of its notice.
-
         Raises:
             TimeoutError: No round closed in time; the message names what is missing.
             RunDirectoryError: The run directory cannot be used.
@@ -241,9 +236,7 @@ class Session(SessionState):
         ``server`` is the address and port of the replica's server, if that is on another node.
         """
         assert self.replica is not None
-        replica, secret = self.replica, self._context.secret
-
-        relay = None
+        replica, secret, relay = self.replica, self._context.secret, None
         if server is not None:
             relay = partial(
                 Relay, *server, secret, place.index, self._me.host,
@@ -395,14 +388,12 @@ class Session(SessionState):
 
     async def _probe(self, query: messages.Probe, stream: ClientConnection | None) -> None:
         """Probe all ports at once; send the leader that asked the tasks that are out of reach."""
-        secret, wanted = self._context.secret, [
-            (task, *where) for task, ports in query.peers.items() for where in ports
-        ]  # fmt: skip
-        probes = (reaches(address, port, secret, PROBE_S) for _, address, port in wanted)
+        secret = self._context.secret
+        wanted = [(task, where) for task, ports in query.peers.items() for where in ports]
+        probes = (reaches(*where, secret, PROBE_S) for _, where in wanted)
         found = await asyncio.gather(*probes)
-        failed = [
-            task for (task, *_), is_reached in zip(wanted, found, strict=True) if not is_reached
-        ]
+        failed = [task for (task, _), is_reached in zip(wanted, found, strict=True)
+                  if not is_reached]  # fmt: skip
         if failed:
             _log.warning("this node does not reach %s", ", ".join(failed))
         if self._stream is stream:
@@ -430,11 +421,9 @@ class Session(SessionState):
     # ---- following ----------------------------------------------------------------------
 
     async def _follow(self, entry: LogEntry) -> None:
-        leader = entry.leader
+        where, secret = (entry.leader.address, entry.leader.port), self._context.secret
         try:
-            stream = await connect(
-                leader.address, leader.port, self._context.secret, entry.term, asdict(self._me)
-            )
+            stream = await connect(*where, secret, entry.term, asdict(self._me))
         except OSError as e:
             refused, why = isinstance(e, ConnectionRefusedError), str(e) or type(e).__name__
             now = time.monotonic()

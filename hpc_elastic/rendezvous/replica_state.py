@@ -57,19 +57,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, count
 
+from hpc_elastic.ft import messages as ft
 from hpc_elastic.ft.lighthouse_state import LighthouseState, ReplicaMessage
-from hpc_elastic.ft.messages import (
-    NO_QUORUM,
-    CancelRequest,
-    LeaveGranted,
-    LeaveNotice,
-    QuorumRequest,
-    QuorumResults,
-    ReplicaStatus,
-    Shutdown,
-    WorkersLost,
-)
-from hpc_elastic.ft.messages import Message as ReplicaReport
 from hpc_elastic.rendezvous import messages
 from hpc_elastic.rendezvous.effects import Effect, Note, Send, hosts_of
 from hpc_elastic.rendezvous.group_change import preemption_note
@@ -125,7 +114,7 @@ class ReplicaState:
         run.ranks = RankAssignment(tuple(chain(*living)))
         run.participants.expect(run.ranks.members)
         self._unheard = {*run.ranks.members}
-        """Members that an earlier leader has placed, until they report in which quorum they are."""
+        """Members that an earlier leader has placed, until they report their quorum."""
         if run.phase is RoundPhase.FORMING and living:  # they have continued to train
             run.phase = RoundPhase.RUNNING
             self._update_short(now)
@@ -217,11 +206,11 @@ class ReplicaState:
         if agent in self.run.ranks:
             self.taking_part.update(self._unit_of(agent))
 
-    def reported(self, agent: Agent, status: ReplicaStatus) -> None:
+    def reported(self, agent: Agent, status: ft.ReplicaStatus) -> None:
         """The replica of a member has reported its quorum to this leader's lighthouse."""
         if agent in self.run.ranks:
             self._unheard.difference_update(self._unit_of(agent))
-        if status.quorum_id != NO_QUORUM:
+        if status.quorum_id != ft.NO_QUORUM:
             self.joined_quorum(agent)
 
     def let_leave(self, agent: Agent) -> None:
@@ -346,15 +335,12 @@ class ReplicaState:
         """Close the first round, or one after all members were lost: all are placed."""
         self.run.close_round(now)
         self.placed.clear()
-        return self._place(self._numbered(units_of(self.run.ranks.members, self._unit_nodes)))
-
-    @property
-    def _unit_nodes(self) -> int:
-        return self.run.rules.unit_nodes
+        members, size = self.run.ranks.members, self.run.rules.unit_nodes
+        return self._place(self._numbered(units_of(members, size)))
 
     def _admit_joined(self, now: float) -> list[Effect]:
         """Place units that start again, and whole units of newcomers."""
-        run, size = self.run, self._unit_nodes
+        run, size = self.run, self.run.rules.unit_nodes
         joined, members = run.participants.joined, run.ranks.members
         if size > 1 and run.participants.pending_rejoin:
             return []
@@ -373,9 +359,8 @@ class ReplicaState:
         taken = {place.replica for place in placed.values()}
         for unit in units:
             if not any(agent in placed for agent in unit):
-                own = unit[0].slot // self._unit_nodes
-                free = (n for n in chain((own,), count()) if n not in taken)
-                number = next(free)
+                own = unit[0].slot // len(unit)
+                number = next(n for n in chain((own,), count()) if n not in taken)
                 numbered[number] = unit
                 taken.add(number)
         return numbered
@@ -510,8 +495,7 @@ class ReplicaState:
         for unit in sorted(units, key=lambda unit: unit[0].slot):
             if run.phase is not RoundPhase.RUNNING or not reported.issuperset(unit):
                 continue
-            failures = self._take_failures(unit)
-            if not failures:
+            if not (failures := self._take_failures(unit)):
                 continue
             run.policy.failures += failures
             effects += self._judge_alone(self._place_of(unit[0]).number, now)
@@ -586,7 +570,7 @@ class QuorumBridge:
         """Events for the lighthouse, until this leader is known not to be cut off."""
         self._ending: dict[Agent, float] = {}
         """Agents whose workers have ended, since when, until they report how."""
-        self._held: dict[Agent, QuorumRequest] = {}
+        self._held: dict[Agent, ft.QuorumRequest] = {}
         """Requests of newcomers that wait in the meantime."""
         self._to_leave: set[str] = set()
         """Connected replicas that all have to leave, since the run is about to stop."""
@@ -599,23 +583,23 @@ class QuorumBridge:
         self._agents[name] = agent
         self._waiting.append(partial(self._lighthouse.on_connect, name))
 
-    def received(self, agent: Agent, message: ReplicaReport, now: float) -> None:
+    def received(self, agent: Agent, message: ft.Message, now: float) -> None:
         """An agent has sent a message for the lighthouse."""
         replicas = self._replicas
         if not replicas.is_first(agent):  # of a replica that has lost a node
             return
         self._update_units()
-        if isinstance(message, QuorumRequest) and message.commit_failures:
+        if isinstance(message, ft.QuorumRequest) and message.commit_failures:
             replicas.run.reach.suspect(now)
         match message:
-            case ReplicaStatus():
+            case ft.ReplicaStatus():
                 replicas.reported(agent, message)
-            case Shutdown() | WorkersLost() if agent in replicas.taking_part:
+            case ft.Shutdown() | ft.WorkersLost() if agent in replicas.taking_part:
                 self._ending[agent] = now
-            case QuorumRequest() if agent not in replicas.taking_part and self._is_ending:
+            case ft.QuorumRequest() if agent not in replicas.taking_part and self._is_ending:
                 self._held[agent] = message
                 return
-        if isinstance(message, (CancelRequest, WorkersLost, Shutdown)):
+        if isinstance(message, (ft.CancelRequest, ft.WorkersLost, ft.Shutdown)):
             self._held.pop(agent, None)
         self._waiting.append(partial(self._lighthouse.on_message, replica_name(agent), message))
 
@@ -643,7 +627,7 @@ class QuorumBridge:
                 self._waiting.append(partial(self._lighthouse.on_message, name, message))
         if (save_by := self._replicas.save_by) is not None:
             for name in self._agents.keys() - self._to_leave:
-                notice = LeaveNotice(max(0.0, save_by - now))
+                notice = ft.LeaveNotice(max(0.0, save_by - now))
                 self._waiting.append(partial(self._lighthouse.on_message, name, notice))
                 self._to_leave.add(name)
         self._waiting.append(self._lighthouse.on_tick)
@@ -657,9 +641,9 @@ class QuorumBridge:
                 agent = self._agents.get(answer.replica)
                 if agent is not None:
                     match answer.message:
-                        case QuorumResults():
+                        case ft.QuorumResults():
                             self._replicas.joined_quorum(agent)
-                        case LeaveGranted():
+                        case ft.LeaveGranted():
                             self._replicas.let_leave(agent)
                     sends.append(Send((agent,), messages.QuorumMessage(answer.message)))
         return sends

@@ -125,8 +125,6 @@ class Participants:
     """Of the last agent of each task."""
     _by_task: dict[str, Agent] = field(default_factory=dict)
 
-    # ---- agents -------------------------------------------------------------------------
-
     def add(self, agent: Agent, ranks: RankAssignment, now: float) -> None:
         """Add an agent that has joined: a member, perhaps, or another attempt of its task."""
         for other in (self._by_task.get(agent.task), ranks.attempt_of(agent.task)):
@@ -162,17 +160,6 @@ class Participants:
         self.task_states = None
         self.expected_tasks.clear()
 
-    def add_grace(self, for_s: float, now: float) -> None:
-        """Move the waiting times by the time that the leader was not running."""
-        self.joined = {agent: min(now, since + for_s) for agent, since in self.joined.items()}
-
-    @property
-    def last_joined_at(self) -> float:
-        """When the last agent that waits has joined; there must be one."""
-        return self.joined[next(reversed(self.joined))]
-
-    # ---- Slurm's answers ----------------------------------------------------------------
-
     def update_task_states(self, states: Mapping[str, TaskState] | None) -> None:
         """Take in Slurm's answer; None: there was none."""
         self.task_states = states
@@ -189,10 +176,9 @@ class Participants:
 
         An agent that has joined after the query may be a later attempt than the one in the answer.
         """
-        states = self.task_states or {}
         for agent in dict.fromkeys((*self.joined, *sorted(members, key=lambda a: a.slot))):
+            state = (self.task_states or {}).get(agent.task)
             earlier = self._last_join.get(agent, 0.0) < asked_at
-            state = states.get(agent.task)
             if earlier and state is not None and task_recovery.has_ended(agent, state):
                 yield agent
 
@@ -277,9 +263,6 @@ def num_switches_shared(agent: Agent, other: Agent) -> int:
     """Return below how many of the same switches two nodes are."""
     pairs = zip(agent.switches.split("."), other.switches.split("."), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-# ---- The run, in any phase (pure)
 
 
 class RunState:
@@ -396,8 +379,7 @@ class RunState:
         if self.phase in (RoundPhase.ENDED, RoundPhase.DISBANDED):
             return [], None
         last = self.participants.lost.get(agent.task, agent.attempt)
-        effects, ending = self.policy.judge_loss(agent, last, self.hosts)
-        return effects, ending
+        return self.policy.judge_loss(agent, last, self.hosts)
 
     def lose(self, agent: Agent, why: str, *, announced: bool = False) -> list[Effect]:
         """Note that an agent was lost, or has left on its own."""
@@ -421,9 +403,8 @@ class RunState:
 
     def is_at_work(self, agent: Agent) -> bool:
         """Return whether an agent is a member of the round that runs, or that was just broken."""
-        if self.is_member(agent):
-            return True
-        return self.phase is RoundPhase.FORMING and agent in self.participants.pending_rejoin
+        is_forming = self.phase is RoundPhase.FORMING
+        return self.is_member(agent) or (is_forming and agent in self.participants.pending_rejoin)
 
     def progressed(self, agent: Agent, progress: Json, now: float) -> None:
         """Take in the progress in a heartbeat; a step of a replica is as good as a checkpoint."""
@@ -438,7 +419,8 @@ class RunState:
     def add_grace(self, for_s: float, now: float) -> None:
         """Move all deadlines by the time that the leader was not running."""
         self.forming_since = min(now, self.forming_since + for_s)
-        self.participants.add_grace(for_s, now)
+        waits = self.participants.joined
+        self.participants.joined = {a: min(now, since + for_s) for a, since in waits.items()}
 
     def pass_time(self, now: float) -> None:
         """Let strikes fade and exclusions end."""
@@ -461,13 +443,12 @@ class RunState:
             if task in known and task_recovery.is_lost(known[task], attempt):
                 self.policy.explain_loss(known[task])
         effects = self._judge_starts(known)
-        is_full = self.phase is RoundPhase.RUNNING and self.growth.holds
-        lost = {} if is_full else self.participants.lost
+        running = self.phase is RoundPhase.RUNNING
+        lost = {} if running and self.growth.holds else self.participants.lost
         due = recovery.tasks_to_restart(known, lost, self.backoff.requeued, now)
         if due:
             alive = {task: node for task, node in recovery.possibly_alive.items() if task in due}
             effects.append(ClearHolds(due, alive, recovery.failed_on(due)))
-        running = self.phase is RoundPhase.RUNNING
         members = self.ranks.members if running else self.participants.pending_rejoin
         ended = list(self.participants.ended_agents(members, asked_at))
         recovery.possibly_alive |= {agent.task: agent.host for agent in ended}
@@ -478,11 +459,10 @@ class RunState:
         running_short = self.phase is RoundPhase.RUNNING and self.short_since is not None
         if not (running_short or self.phase is RoundPhase.FORMING):
             return None
-        states = self.participants.task_states or {}
-        returning = self.recovery.returning_tasks(states, self._last_here)
-        present = {a.task for a in self.participants.joined} | returning
-        tried_hosts = self.recovery.tried_hosts
-        why = task_recovery.min_nodes_unreachable(states, present, self.rules, tried_hosts)
+        states, recovery = self.participants.task_states or {}, self.recovery
+        present = {a.task for a in self.participants.joined}
+        present |= recovery.returning_tasks(states, self._last_here)
+        why = task_recovery.min_nodes_unreachable(states, present, self.rules, recovery.tried_hosts)
         return None if why is None else RunEnding("failed", why)
 
     def waits_in_vain(self, why: str | None, now: float) -> bool:
@@ -584,8 +564,7 @@ class RunState:
         """Have agents probe their connections; once all are known, decide which are left out."""
         if self.reach.is_settled(now):
             return []
-        running = self.phase is RoundPhase.RUNNING
-        members = self.ranks.members if running else ()
+        members = self.ranks.members if self.phase is RoundPhase.RUNNING else ()
         group = tuple(dict.fromkeys((*members, *self.participants.joined)))
         effects = self.reach.probe(group, now)
         if not self.reach.pending.isdisjoint(group):
@@ -635,15 +614,16 @@ class RunState:
         if len(participants.joined) >= rules.max_nodes or self._timed_out(now):
             return True
         if participants.task_states is None:
-            return now - participants.last_joined_at >= rules.last_call_s
+            last = next(reversed(participants.joined.values()))
+            return now - last >= rules.last_call_s
         return not participants.expected_tasks
 
     def _timed_out(self, now: float) -> bool:
         return now - self._waiting_since(now) >= self.rules.straggler_timeout_s
 
     def _waits_since(self, agent: Agent) -> float:
-        request = self.participants.requests.get(agent)
-        return self.participants.joined[agent] - (request.waited_s if request else 0.0)
+        request = self.participants.requests.get(agent, messages.Join(0))
+        return self.participants.joined[agent] - request.waited_s
 
     def _waiting_since(self, now: float) -> float:
         return max(self.forming_since, next(iter(self.participants.joined.values()), now))
@@ -727,17 +707,12 @@ def stop(
 ) -> list[Effect]:
     """Let agents stop their workers and join again.
 
-    ``reason`` is for people, ``cause`` for the event log. All of them have announced the checkpoint
-    of ``step``; None: they stop without one.
+    All of them have announced the checkpoint of ``step``; None: they stop without one.
     """
-    fields: dict[str, object] = {"reason": reason, "cause": cause, "round": round_}
-    if step is not None:
-        fields["step"] = step
+    at = {} if step is None else {"step": step}
+    fields = {"reason": reason, "cause": cause, "round": round_, **at}
     note = Note("round_stopped", {**fields, "nodes": len(agents), "hosts": hosts_of(agents)})
     return [note, Send(agents, messages.Stop(reason))]
-
-
-# ---- RUNNING: a round, whose members depend on each other (pure)
 
 
 class RoundState:
@@ -803,18 +778,15 @@ class RoundState:
 
     def finished(self, agent: Agent, now: float) -> list[Effect]:
         """All workers of a member have returned."""
-        if not self.run.is_member(agent):
-            return []
         run = self.run
-        run.done.add(agent)
-        are_all = len(run.done) == len(run.ranks.members)
-        return run.end_run(RunEnding("succeeded")) if are_all else []
+        if run.is_member(agent):
+            run.done.add(agent)
+            if len(run.done) == len(run.ranks.members):
+                return run.end_run(RunEnding("succeeded"))
+        return []
 
     def checkpointed(self, agent: Agent, step: int, paused: int, now: float) -> list[Effect]:
-        """All workers of a member have announced the checkpoint of ``step``.
-
-        ``paused`` is the number of the request for which some of them pause there, or 0.
-        """
+        """All workers of a member have announced a checkpoint; see `GroupChange.announced`."""
         if not self.run.is_member(agent):
             return []
         self.run.policy.record_checkpoint(step)
@@ -905,7 +877,7 @@ class RoundState:
             return []
         joined = run.admissible
         if not joined and self.change.is_quiet:
-            return [] if not run.participants.joined else run.requeue_late(now)
+            return run.requeue_late(now) if run.participants.joined else []
         states = run.participants.task_states or {}
         waiting = JoinCandidates(joined, states, run.estimator.outlook, run.growth)
         finishing = bool(run.done)

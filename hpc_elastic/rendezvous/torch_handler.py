@@ -24,16 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousGracefulExitError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStateError,
-    RendezvousStoreInfo,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic import rendezvous as elastic
 
 from hpc_elastic.config.schema import RendezvousSettings
 from hpc_elastic.errors import SlurmEnvironmentError
@@ -62,7 +53,7 @@ _KEPT_S = 30 * 24 * 3600.0
 _log = logging.getLogger(__name__)
 
 
-class SlurmRendezvousHandler(RendezvousHandler):
+class SlurmRendezvousHandler(elastic.RendezvousHandler):
     """The ``slurm`` backend of torch's rendezvous."""
 
     def __init__(self, session: Session, run_id: str, join_timeout_s: float) -> None:
@@ -79,7 +70,7 @@ class SlurmRendezvousHandler(RendezvousHandler):
         """Whether workers use the round's store: a port of their own might be taken."""
         return True
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> elastic.RendezvousInfo:
         """Block until this node has a rank in a round.
 
         Raises:
@@ -92,18 +83,20 @@ class SlurmRendezvousHandler(RendezvousHandler):
             try:
                 outcome = self.session.join(self._join_timeout_s)
             except TimeoutError as e:
-                raise RendezvousTimeoutError(str(e)) from e
+                raise elastic.RendezvousTimeoutError(str(e)) from e
             match outcome:
                 case Requeue():
-                    raise RendezvousGracefulExitError("this node goes back to the queue")
+                    why = "this node goes back to the queue"
+                    raise elastic.RendezvousGracefulExitError(why)
                 case Departed(reason):
-                    raise RendezvousGracefulExitError(f"this node leaves the run: {reason.value}")
+                    why = f"this node leaves the run: {reason.value}"
+                    raise elastic.RendezvousGracefulExitError(why)
                 case End("closed"):
-                    raise RendezvousClosedError("the rendezvous has been closed")
+                    raise elastic.RendezvousClosedError("the rendezvous has been closed")
                 case End("failed", failure):
-                    raise RendezvousStateError(f"the run has failed: {failure}")
+                    raise elastic.RendezvousStateError(f"the run has failed: {failure}")
                 case End(status):
-                    raise RendezvousGracefulExitError(f"the run has {status}")
+                    raise elastic.RendezvousGracefulExitError(f"the run has {status}")
             address, port = outcome.store
             timeout = timedelta(seconds=CONNECT_S)
             try:
@@ -111,8 +104,8 @@ class SlurmRendezvousHandler(RendezvousHandler):
             except DistError as e:
                 _log.warning("the store of round %d is gone: %s", outcome.number, e)
                 continue
-            where = RendezvousStoreInfo(address, port)
-            return RendezvousInfo(store, outcome.group_rank, outcome.group_size, where)
+            where = elastic.RendezvousStoreInfo(address, port)
+            return elastic.RendezvousInfo(store, outcome.group_rank, outcome.group_size, where)
 
     def is_closed(self) -> bool:
         """Return whether the run has ended."""
@@ -140,7 +133,7 @@ class SlurmRendezvousHandler(RendezvousHandler):
         return True
 
 
-def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+def create_handler(parameters: elastic.RendezvousParameters) -> elastic.RendezvousHandler:
     """Return the handler of this node, from torchrun's parameters and Slurm's variables.
 
     Raises:

@@ -112,10 +112,7 @@ class FollowerState:
     # ---- requests of the agent ----------------------------------------------------------
 
     def join(self, store: tuple[str, int] = ("", 0)) -> list[Effect]:
-        """Request a place in the next round; the agent's workers have ended.
-
-        ``store`` is the address and port of a fresh store, for a replica whose first node this is.
-        """
+        """Request a place in the next round, now that the workers have ended; see `Join`."""
         self.joining, self._store, self._waits_since = True, store, self._ticked
         return self._request_place(0.0)
 
@@ -133,12 +130,9 @@ class FollowerState:
         report = replace(report, index=0 if self._place is None else self._place.index)
         if self._stays and isinstance(report, (messages.Finished, messages.Failed)):
             self._final_report = report
-        last = (
-            self._send_to_leader(messages.Heartbeat())
-            if isinstance(report, messages.Finished)
-            else []
-        )
-        return [*last, *self._send_to_leader(report)]
+        if isinstance(report, messages.Finished):
+            return self._send_to_leader(messages.Heartbeat(), report)
+        return self._send_to_leader(report)
 
     def add_notice(self, notice: messages.PreemptionNotice, now: float) -> list[Effect]:
         """Put this node under notice; the first reason and the earliest deadline count."""
@@ -227,9 +221,8 @@ class FollowerState:
         """The shared file system did not answer."""
         self._reading = False
         self._schedule_read(now)
-        return (
-            [] if self._link is _Link.UP else [self._deliver_news(f"no entry can be read: {why}")]
-        )
+        news = self._deliver_news(f"no entry can be read: {why}")
+        return [] if self._link is _Link.UP else [news]
 
     def connected(self, now: float) -> list[Effect]:
         """The leader has authenticated itself."""
@@ -246,12 +239,10 @@ class FollowerState:
             return []
         assert self._place is not None
         place = (self._place.index, self._place.number, self._place.replica)
-        reports: list[messages.RunMessage] = [messages.Reattach(*place, *self._offered)]
-        if self._final_report is not None:
-            reports.append(self._final_report)
-        if self._notice is not None:
-            reports.append(self._notice.for_leader(now))
-        return [effects.SendToLeader(message) for message in reports]
+        notice = None if self._notice is None else self._notice.for_leader(now)
+        reattach = messages.Reattach(*place, *self._offered)
+        reports = (report for report in (reattach, self._final_report, notice) if report)
+        return self._send_to_leader(*reports)
 
     def not_connected(self, why: str, now: float, *, refused: bool) -> list[Effect]:
         """The leader could not be reached; ``refused``: its node has refused the connection."""
@@ -259,10 +250,8 @@ class FollowerState:
             return []
         self._link = _Link.DOWN
         assert self._entry is not None
-        if not refused:
-            self._watch.refused_since = None
-        elif self._watch.refused_since is None:
-            self._watch.refused_since = now
+        since = self._watch.refused_since
+        self._watch.refused_since = (now if since is None else since) if refused else None
         task = self._entry.leader.task
         text = f"the leader of term {self._entry.term}, {task}, cannot be reached: {why}"
         if self._entry.gave_up:
@@ -316,11 +305,11 @@ class FollowerState:
     def claimed(self, entry: LogEntry | None, now: float) -> list[Effect]:
         """This agent has created the claimed entry; None if it has not."""
         self._claiming = False
-        if entry is not None:
-            self._read_due = now
-        else:
+        if entry is None:
             self._schedule_read(now)
-        lead: list[Effect] = [effects.Lead(entry)] if entry is not None and not self._over else []
+            return self._read_log_if_due(now)
+        self._read_due = now
+        lead: list[Effect] = [] if self._over else [effects.Lead(entry)]
         return [*lead, *self._read_log_if_due(now)]
 
     # ---- steps --------------------------------------------------------------------------
@@ -357,8 +346,8 @@ class FollowerState:
     def _offered(self) -> tuple[tuple[messages.Address, ...], str]:
         return tuple(self.probe_ports), self.versions
 
-    def _send_to_leader(self, message: messages.RunMessage) -> list[Effect]:
-        return [effects.SendToLeader(message)] if self._link is _Link.UP else []
+    def _send_to_leader(self, *to_send: messages.RunMessage) -> list[Effect]:
+        return [effects.SendToLeader(each) for each in to_send] if self._link is _Link.UP else []
 
     def _end_session(self, message: messages.RunMessage) -> list[Effect]:
         self._over = True
@@ -406,10 +395,7 @@ class FollowerState:
         """Return how many members claim before this agent; a newcomer is last."""
         entry = entry or self._entry
         members = entry.members if entry is not None else ()
-        for rank, member in enumerate(members):
-            if member == self.me:
-                return rank
-        return len(members)
+        return members.index(self.me) if self.me in members else len(members)
 
 
 def election_pause_s(entry: LogEntry, host: str) -> float:
@@ -418,9 +404,9 @@ def election_pause_s(entry: LogEntry, host: str) -> float:
     The pause doubles with each failed term in a row. It is longer on the hosts of their leaders, so
     that another node leads first if there is one.
     """
-    failed = entry.counters.failed_terms
     if not entry.gave_up:
         return 0.0
+    failed = entry.counters.failed_terms
     pause_s = _FAILED_PAUSE_S * 2.0 ** (len(failed) - 1)
     return pause_s * (_OTHERS_FIRST if any(f.host == host for f in failed) else 1.0)
 

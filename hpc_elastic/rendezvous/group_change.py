@@ -136,21 +136,9 @@ class GroupChange:
         self.rules = rules
         self.members: tuple[Agent, ...] = ()
         self.barrier = CheckpointBarrier()
-        self.agreement = self.agreements(AHEAD_S)
         self.preempted: dict[Agent, str] = {}
         """Members that are to leave soon, each with the reason."""
-        self._first_deadline = math.inf
-        """Of the preempted members."""
-        self._gather_until = math.inf
-        """When the leader stops waiting for further notices."""
-        self._is_wanted = False
-        """Whether a worker has requested a checkpoint since the last agreement."""
-        self._is_needed = False
-        """Whether the group is to change at the agreed step."""
-        self._pause: CheckpointRequest | None = None
-        """The open, confirmed request to stay at a checkpoint; None if there is none."""
-        self._logged: tuple[int, int] | None = None
-        """The scale-up decision that was logged last: how many of how many nodes are admitted."""
+        self.end_round()
 
     def new_round(self, members: tuple[Agent, ...]) -> None:
         """A round has closed: its workers have fresh pages and no steps."""
@@ -160,17 +148,21 @@ class GroupChange:
 
     def end_round(self) -> None:
         """The round is over, with all requests to its members."""
-        self._logged = None
         self.preempted.clear()
         self._first_deadline = self._gather_until = math.inf
+        """Of the preempted members; and when the leader stops waiting for further notices."""
+        self._logged: tuple[int, int] | None = None
+        """The scale-up decision that was logged last: how many of how many nodes are admitted."""
         self._reset_agreement()
 
     def _reset_agreement(self) -> None:
         self.agreement = self.agreements(AHEAD_S)
-        self._is_wanted = self._is_needed = False
-        self._pause = None
-
-    # ---- reports of members -------------------------------------------------------------
+        self._is_wanted = False
+        """Whether a worker has requested a checkpoint since the last agreement."""
+        self._is_needed = False
+        """Whether the group is to change at the agreed step."""
+        self._pause: CheckpointRequest | None = None
+        """The open, confirmed request to stay at a checkpoint; None if there is none."""
 
     def announced(self, agent: Agent, step: int, paused: int, now: float) -> None:
         """All workers of a member have announced the checkpoint of a step.
@@ -284,13 +276,10 @@ class GroupChange:
 
     def _reason(self, waiting: JoinCandidates, *, admits: bool) -> str:
         """Return the nodes that join and leave, as text."""
-        parts = []
-        if admits:
-            parts.append(f"{_names(waiting.joined)} joins")
-        if self.preempted:
-            reason = next(iter(self.preempted.values()))
-            parts.append(f"{_names(self.preempted)} leaves ({reason})")
-        return ", ".join(parts)
+        joins = [f"{_names(waiting.joined)} joins"] if admits else []
+        reasons = list(self.preempted.values())[:1]
+        leaves = [f"{_names(self.preempted)} leaves ({reason})" for reason in reasons]
+        return ", ".join([*joins, *leaves])
 
     def _is_waiting_pointless(self, waiting: JoinCandidates, now: float) -> bool:
         """Return whether no checkpoint was announced while newcomers waited for the time-out."""
@@ -436,8 +425,7 @@ class ProgressEstimator:
         self._closed_at: float | None = None
         self._began_at: float | None = None
         """When the first round of this leader closed."""
-        self._last_at = 0.0
-        """Time of the last event."""
+        self._last_at = 0.0  # of any event
         self._num_departures = 0
         self._cost_s: float | None = None
         self._first_step: int | None = None
@@ -481,16 +469,12 @@ class ProgressEstimator:
     @property
     def outlook(self) -> Forecast:
         """The present forecast."""
-        rate, remaining_s = self._meter.rate, None
+        rate, remaining_s, round_s = self._meter.rate, None, None
         if self.total is not None and self._last_step is not None and rate:
             remaining_s = max(0, self.total - self._last_step) / rate
-        return Forecast(remaining_s, self._cost_s, self._round_s)
-
-    @property
-    def _round_s(self) -> float | None:
-        if self._began_at is None or self._num_departures < _LEAST_DEPARTURES:
-            return None
-        return (self._last_at - self._began_at) / self._num_departures
+        if self._began_at is not None and self._num_departures >= _LEAST_DEPARTURES:
+            round_s = (self._last_at - self._began_at) / self._num_departures
+        return Forecast(remaining_s, self._cost_s, round_s)
 
 
 HELD_S = 600.0

@@ -100,8 +100,7 @@ class Leader:
         gc.set_threshold(max(_GARBAGE, gc.get_threshold()[0]))
         self._term.handle(self._state.start_leading)
         self._listener.serve(self._context.secret, self._claim.term, self)
-        duties = [self._tick(), self._watch_log(), self._write_status()]
-        duties.append(self._readmit())
+        duties = [self._tick(), self._watch_log(), self._write_status(), self._readmit()]
         if self._folder is not None:
             duties.append(self._watch_notices(self._folder))
         if self._context.rules.ft:
@@ -236,8 +235,8 @@ class Leader:
         _log.info("the connection to %s ended: %s", agent.task, reason)
         if self._agents.get(agent) is connection:
             self._disconnect(agent, reason)
-            now, why = time.monotonic(), LossReason.CONNECTION_CLOSED
-            self._handle(self._state.disconnected, agent, why, now)
+            why = LossReason.CONNECTION_CLOSED
+            self._handle(self._state.disconnected, agent, why, time.monotonic())
 
     def _send(self, agents: Iterable[Agent], message: messages.RunMessage) -> None:
         text = text_of(pack(message, time.time()))

@@ -60,11 +60,11 @@ class SessionState:
         self.stop_requested = False
         """Whether this agent must stop its workers and call `join` again."""
         self.stacks = 0
-        """Number of the leader's last request for stacks (`hang_diagnosis`); 0 if none."""
+        """Number of the leader's last request for stacks (`hang_diagnosis`)."""
         self.checkpoint_request: CheckpointRequest | None = None
-        """The leader's request to all workers of the round; None if there is none."""
+        """The leader's request to all workers of the round."""
         self.leader_notice: messages.PreemptionNotice | None = None
-        """The leader's last notice for this node; None if there is none."""
+        """The leader's last notice for this node."""
         self.ending: Ending | None = None
         self.news = "reading the entries of the run"
         self.error: BaseException | None = None

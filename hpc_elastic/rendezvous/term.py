@@ -237,10 +237,9 @@ class TermFolder:
     def claim_notices(self) -> Steps[Mapping[str, float]]:
         """Remove the confirmed notices, claim new ones; return all that are open.
 
-        Confirmed notices are not returned, however long their removal takes. If a notice has the
-        name of a claimed one, it waits until that one is removed. If there is no new notice, only
-        the notices' own folder is listed, and at every tenth call the term folder too, for notices
-        that an earlier leader has moved there late.
+        A notice with the name of a claimed one waits until that one is removed. If there is no new
+        notice, only the notices' own folder is listed, and at every tenth call the term folder too,
+        for notices that an earlier leader has moved there late.
         """
         self._num_searches += 1
         if self._confirmed or self._claimed is None or self._num_searches % _ALL_EVERY == 0:
@@ -395,16 +394,14 @@ def make_term_folder(run: RunDir, term: int = 0) -> None:
 
 
 def _left_s(file: Path) -> float:
+    text = "(unreadable)"
     try:
         text = shared_files.read_undelegated(file).strip()
+        left_s = float(text or DEFAULT_LEFT_S)
     except FileNotFoundError:
         return DEFAULT_LEFT_S
-    except (PermissionError, DamagedFileError):  # it counts: its owner may write to the folder
-        text = "(unreadable)"
-    try:
-        left_s = float(text or DEFAULT_LEFT_S)
-    except ValueError:
-        left_s = math.nan
+    except (PermissionError, DamagedFileError, ValueError):
+        left_s = math.nan  # it counts: its owner may write to the folder
     if math.isfinite(left_s):
         return max(0.0, left_s)
     _log.warning("%s contains %r, which is no number of seconds; using %g", file, text[:20],

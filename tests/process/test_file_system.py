@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,11 +69,12 @@ class Weather:
             self._answers.set()
 
 
-@dataclass(frozen=True)
 class FaultyRegister(DecisionLog):
     """A register on a file system that has weather."""
 
-    weather: Weather = field(default_factory=Weather)
+    def __init__(self, path: Path, secret: bytes, weather: Weather) -> None:
+        super().__init__(path, secret)
+        self.weather = weather
 
     def indices(self) -> frozenset[int]:
         """See `DecisionLog`."""

@@ -92,8 +92,7 @@ class Claim(Effect):
 
     number: int
     before: LogEntry | None
-    possibly_alive: bool
-    """Whether the leader before is out of reach, and its end was not observed."""
+    possibly_alive: bool  # whether the leader before is out of reach, and its end was not observed
 
 
 @dataclass(frozen=True)

@@ -73,12 +73,9 @@ from hpc_elastic.rendezvous.log_entry import (
 from hpc_elastic.rendezvous.task_recovery import FailedStart
 from hpc_elastic.slurm.job_state import Phase, TaskState
 
-FAILED_TERMS = 4
-"""After this number of failed terms in a row the run fails."""
-STRIKES = 2
-"""This number of strikes excludes a host."""
-STRIKE_S = 6 * 3600.0
-"""A strike fades after this time."""
+FAILED_TERMS = 4  # after this number of failed terms in a row the run fails
+STRIKES = 2  # this number of strikes excludes a host
+STRIKE_S = 6 * 3600.0  # a strike fades after this time
 _EXCLUDED_S, LONGEST_EXCLUDED_S = 720.0, 2880.0
 """Duration of an exclusion after two strikes; it doubles with each further one, up to a limit."""
 _TOGETHER = 8
@@ -134,18 +131,13 @@ class FailurePolicy(FailureCounters):
         self.restarts = 0
         self.not_counted = False
         """Whether failures in the broken round are consequences of what broke it."""
-        self.failures: list[Failure] = []
-        """Of the broken round."""
-        self.now = 0.0
-        """Unix time of the last event."""
-        self._loss_round = 0
-        """The last round that lost a node."""
-        self._num_lost = 0
-        """How many nodes that round has lost."""
+        self.failures: list[Failure] = []  # of the broken round
+        self.now = 0.0  # Unix time of the last event
+        self._loss_round = 0  # the last round that lost a node
+        self._num_lost = 0  # how many nodes that round has lost
         self._has_progressed = False
         """Whether the round has announced a checkpoint beyond the last one known."""
-        self._silent = set[str]()
-        """Hosts whose agents stopped in the round that is to be judged."""
+        self._silent = set[str]()  # hosts whose agents stopped in the round that is to be judged
 
     @classmethod
     def resume(cls, entry: LogEntry, rules: RoundRules) -> FailurePolicy:
@@ -387,15 +379,13 @@ def _hardware_failures(
 RATIO = 1.3
 IN_A_ROW = 3
 _SHARE = 0.05
-_MAX_RANKS = 10_000
-"""Larger groups are not compared: every rank costs a median."""
+_MAX_RANKS = 10_000  # larger groups are not compared: every rank costs a median
 
 
 @dataclass
 class _Rank:
     load_s: float
-    slow: int = 0
-    """Slow windows in a row; negative: windows in a row that were not slow."""
+    slow: int = 0  # slow windows in a row; negative: windows in a row that were not slow
     ratio: float = 1.0
     is_straggler: bool = False
 
@@ -415,8 +405,7 @@ class Stragglers:
     """
 
     _round: int = 0
-    _seen: dict[Agent, int] = field(default_factory=dict)
-    """The last window of each agent."""
+    _seen: dict[Agent, int] = field(default_factory=dict)  # the last window of each agent
     _ranks: dict[tuple[Agent, int], _Rank] = field(default_factory=dict)
     """By agent too, since the ranks of each replica begin at 0 (``ft=true``)."""
 

@@ -41,8 +41,7 @@ CONFIRM_REFUSAL_S = 0.2
 _CLAIM_STAGGER_S, _READ_STAGGER_S, _MAX_STAGGER_S = 0.02, 0.0001, 1.0
 _PUNCTUAL_S = 0.1
 _MIN_READ_PAUSE_S, _MAX_READ_PAUSE_S = 0.1, 2.0
-_STALLED_S = 30.0
-"""A longer time without any answer does not count as a wait for a place."""
+_STALLED_S = 30.0  # a longer time without any answer does not count as a wait for a place
 _NUM_WATCHERS = 16
 """The first members in rank order read the lease at every heartbeat; the others more rarely."""
 _FAILED_PAUSE_S, _OTHERS_FIRST = 1.0, 3.0
@@ -84,21 +83,17 @@ class FollowerState:
         """The entry of the present leader, or of the last one that was tried."""
         self._last_message = now
         self._watch = LeaderFailureDetector(since=now)
-        self._num_requests = 0
-        """Number of the last ``join`` request; a round must answer that one."""
+        self._num_requests = 0  # number of the last ``join`` request; a round must answer that one
         self._store = ("", 0)
         self._waits_since = self._answered = now
         """Since when it waits for a place, and when the leader or the log has answered last."""
         self.probe_ports: list[tuple[str, int]] = []
         """Addresses and ports at which this agent accepts the probes of others (`reachability`)."""
-        self.versions = ""
-        """Of Python and packages on this node; the leader compares them."""
-        self._place: messages.RoundInfo | None = None
-        """The last place of this agent in a round."""
+        self.versions = ""  # of Python and packages on this node; the leader compares them
+        self._place: messages.RoundInfo | None = None  # the last place of this agent in a round
         self._final_report: messages.MemberReport | None = None
         """The report of how the workers of that round ended; None while they run."""
-        self._in_round = False
-        """Whether this agent has a place in a round that was not stopped."""
+        self._in_round = False  # whether this agent has a place in a round that was not stopped
         self._notice: messages.PreemptionNotice | None = None
         self._reading = self._claiming = False
         self._read_began = now
@@ -433,21 +428,16 @@ class LeaderFailureDetector:
     """
 
     term: int = 0
-    since: float = 0.0
-    """When the leader became unreachable."""
+    since: float = 0.0  # when the leader became unreachable
     refused_since: float | None = None
     lease: int | None = None
     lease_since: float | None = None
     """When the first read ended that returned the present value; None before the first read."""
-    followed: bool = False
-    """Whether this agent was connected to the leader."""
-    queried: bool = False
-    """Whether this agent has queried Slurm about the leader's task."""
+    followed: bool = False  # whether this agent was connected to the leader
+    queried: bool = False  # whether this agent has queried Slurm about the leader's task
     slurm_says_dead: bool = False
-    seen_since: float | None = None
-    """When the first read ended that returned this term."""
-    lease_until: float = 0.0
-    """When the last read began."""
+    seen_since: float | None = None  # when the first read ended that returned this term
+    lease_until: float = 0.0  # when the last read began
 
     def record_lease(self, lease: int | None, began: float, now: float) -> None:
         """Record the lease that a read from ``began`` to ``now`` has returned."""

@@ -44,11 +44,9 @@ from hpc_elastic.step_agreement import (
 )
 from hpc_elastic.worker.shared_page import CheckpointRequest
 
-HASTE_S = 10.0
-"""With less time left the leader waits for no further notices."""
+HASTE_S = 10.0  # with less time left the leader waits for no further notices
 GATHER_S = 2.0
-AHEAD_S = 0.5
-"""A proposed step is this far ahead of the furthest member."""
+AHEAD_S = 0.5  # a proposed step is this far ahead of the furthest member
 NOT_PAUSED_S = 30.0
 """Delay of the next request after a checkpoint at which ranks did not stay as requested."""
 STRAGGLE_S = 10.0
@@ -61,19 +59,15 @@ class ChangeDecision(NamedTuple):
     """What a round does now."""
 
     effects: list[Effect]
-    admits: bool
-    """Whether the group admits the nodes that wait."""
-    why: str | None = None
-    """Why to break the round; None if it goes on."""
-    step: int | None = None
-    """The step whose checkpoint all members have announced."""
+    admits: bool  # whether the group admits the nodes that wait
+    why: str | None = None  # why to break the round; None if it goes on
+    step: int | None = None  # the step whose checkpoint all members have announced
 
 
 class JoinCandidates(NamedTuple):
     """The nodes that wait to join the group."""
 
-    joined: Mapping[Agent, float]
-    """Agents, and since when each waits, the longest wait first."""
+    joined: Mapping[Agent, float]  # agents, and since when each waits, the longest wait first
     view: Mapping[str, TaskState]
     outlook: Forecast
     growth: GrowthLimit
@@ -88,15 +82,12 @@ class CheckpointBarrier:
     member that passed it before the request arrived is stuck in a collective with those that stay.
     """
 
-    seen: bool = False
-    """Whether any worker of the run has announced a checkpoint yet."""
+    seen: bool = False  # whether any worker of the run has announced a checkpoint yet
     announced: dict[Agent, int] = field(default_factory=dict)
     """The last step that all workers of a member have announced."""
-    step: int | None = None
-    """The step at which a member stays; None if none does."""
+    step: int | None = None  # the step at which a member stays; None if none does
     since: float = 0.0
-    arrived: set[Agent] = field(default_factory=set)
-    """Members that have announced ``step``."""
+    arrived: set[Agent] = field(default_factory=set)  # members that have announced ``step``
 
     def new_round(self) -> None:
         """Forget the announcements of the last round."""
@@ -159,8 +150,7 @@ class GroupChange:
         self.agreement = self.agreements(AHEAD_S)
         self._is_wanted = False
         """Whether a worker has requested a checkpoint since the last agreement."""
-        self._is_needed = False
-        """Whether the group is to change at the agreed step."""
+        self._is_needed = False  # whether the group is to change at the agreed step
         self._pause: CheckpointRequest | None = None
         """The open, confirmed request to stay at a checkpoint; None if there is none."""
 
@@ -359,8 +349,7 @@ def _names(agents: Mapping[Agent, object]) -> str:
 class Forecast:
     """The rest of the run as the leader expects it; seconds, None if unknown."""
 
-    remaining_s: float | None = None
-    """Until the end of the training, at the present throughput."""
+    remaining_s: float | None = None  # until the end of the training, at the present throughput
     restart_cost_s: float | None = None
     """From the stop of a group to the first step of the next one, as last measured."""
     round_s: float | None = None
@@ -406,8 +395,7 @@ def should_scale_up(
 
 _LEAST_DEPARTURES = 5
 """Fewer show no rate: they may be one burst, e.g. two nodes that somebody asks to leave."""
-MEASURED_STEPS = 20
-"""Steps of a round from which on its step time is known."""
+MEASURED_STEPS = 20  # steps of a round from which on its step time is known
 
 
 class ProgressEstimator:
@@ -417,14 +405,12 @@ class ProgressEstimator:
     """
 
     def __init__(self, step_times: Mapping[int, float] = MappingProxyType({})) -> None:
-        self.total: int | None = None
-        """Steps of the training; None if unknown."""
+        self.total: int | None = None  # steps of the training; None if unknown
         self._step_times = dict(step_times)
         self._nodes = 0
         self._broken_at: float | None = None
         self._closed_at: float | None = None
-        self._began_at: float | None = None
-        """When the first round of this leader closed."""
+        self._began_at: float | None = None  # when the first round of this leader closed
         self._last_at = 0.0  # of any event
         self._num_departures = 0
         self._cost_s: float | None = None
@@ -480,11 +466,9 @@ class ProgressEstimator:
 HELD_S = 600.0
 """For how long pending tasks are held at a time: a new leader may not hold them any more."""
 _HELD_AGAIN_S = 400.0
-_LET_START_S = 10.0
-"""Longer than a task that requeues itself takes to end (`slurm.requeue`)."""
+_LET_START_S = 10.0  # longer than a task that requeues itself takes to end (`slurm.requeue`)
 _WEIGH_EVERY_S = 10.0
-_CERTAINTY = 1.1
-"""Held tasks may start again if a further node adds this many times the least part."""
+_CERTAINTY = 1.1  # held tasks may start again if a further node adds this many times the least part
 
 
 class GrowthLimit:
@@ -499,13 +483,10 @@ class GrowthLimit:
 
     def __init__(self, rules: RoundRules) -> None:
         self.rules = rules
-        self.share = math.inf
-        """Number of nodes up to which the run grows beside other runs."""
+        self.share = math.inf  # number of nodes up to which the run grows beside other runs
         self.holds = False
-        self.max_nodes = rules.max_nodes
-        """The size up to which it grows."""
-        self.why = ""
-        """Why it grows no further."""
+        self.max_nodes = rules.max_nodes  # the size up to which it grows
+        self.why = ""  # why it grows no further
         self._weighed_at = self._held_at = -math.inf
         self._nodes = 0
 

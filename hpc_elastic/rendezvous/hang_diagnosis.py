@@ -39,10 +39,8 @@ from hpc_elastic.rendezvous.messages import RankState, Stacks, StacksRequest, St
 from hpc_elastic.rendezvous.replica_state import Rounds
 from hpc_elastic.rendezvous.round_state import RoundPhase
 
-ANSWER_S = 20.0
-"""Time limit of an agent's answer; seconds."""
-MOVING_FACTOR = 10.0
-"""A group whose stacks move is hung after this many times the limit."""
+ANSWER_S = 20.0  # time limit of an agent's answer; seconds
+MOVING_FACTOR = 10.0  # a group whose stacks move is hung after this many times the limit
 _MAX_NAMED = 8
 _OUT_OF_REACH = ("stopped", "silent")
 
@@ -54,10 +52,8 @@ class HangFinding:
     """The ranks that hold up the others."""
 
     blamed: tuple[_RankOfAgent, ...]
-    others: str
-    """Where the ranks that are not to blame are; empty if there are none."""
-    shared: bool = False
-    """Whether no single rank is to blame."""
+    others: str  # where the ranks that are not to blame are; empty if there are none
+    shared: bool = False  # whether no single rank is to blame
 
 
 def diagnose_hang(found: Sequence[_RankOfAgent], stall: Stall) -> HangFinding | None:
@@ -150,11 +146,9 @@ def hang_note(finding: HangFinding, stalled_s: float) -> Note:
 class HangDiagnosis:
     """The leader's queries after a stall, one at a time."""
 
-    number: int = 0
-    """Of the last query."""
+    number: int = 0  # of the last query
     _round: int = 0
-    _queried_at: float | None = None
-    """None if no query is open."""
+    _queried_at: float | None = None  # None if no query is open
     _stall: Stall = field(default_factory=lambda: Stall(0.0, 0.0))
     _answers: dict[Agent, list[RankState]] = field(default_factory=dict)
 

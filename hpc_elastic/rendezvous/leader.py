@@ -42,10 +42,8 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _RETRY_S = 0.5
-_STORE_TRIES = 120
-"""A leader that can make no store in a minute gives up its term: another may."""
-_LONGEST_TEXT = 4000
-"""Of the message and of the traceback of an error of its own."""
+_STORE_TRIES = 120  # a leader that can make no store in a minute gives up its term: another may
+_LONGEST_TEXT = 4000  # of the message and of the traceback of an error of its own
 _GARBAGE = 50_000
 """Allocations between two garbage collections: with ten thousand agents each takes long, and there
 is next to no garbage."""
@@ -84,8 +82,7 @@ class Leader:
         self._closing: asyncio.Task[None] | None = None
         """Releases all resources once the term is over; None before."""
         self._threads = ThreadPoolExecutor(thread_name_prefix="leader")
-        self._store: messages.Address = ("", 0)
-        """Bootstrap store of the last round's workers."""
+        self._store: messages.Address = ("", 0)  # bootstrap store of the last round's workers
         self._readmitting: asyncio.Task[None] | None = None
         self._calls = OptionalCalls()
         self._lease = context.log.make_lease(claim.term)
@@ -523,14 +520,11 @@ class LeaderContext:
     make_status_writer: Callable[[int], StatusWriter]
     """Makes the writer of the leader of a term; 0: of an agent that does not lead."""
     scheduler: LeaderScheduler
-    files: RunFiles | None = None
-    """Files that request nodes to leave; None if the run has none."""
-    address: str = ""
-    """Where it listens."""
+    files: RunFiles | None = None  # files that request nodes to leave; None if the run has none
+    address: str = ""  # where it listens
     group_addresses: tuple[str, ...] = ()
     """Where the process groups of the workers listen, if not there."""
-    generation: int = 0
-    """The run's, as this agent's task was submitted."""
+    generation: int = 0  # the run's, as this agent's task was submitted
     is_local: bool = True
     """Whether the run's files are on this machine; a file server is polled less often."""
     queue: QueuePolicy | None = None

@@ -69,8 +69,7 @@ from hpc_elastic.transport.messages import Json
 
 NO_DEADLINE_S = 7 * 24 * 3600.0
 """A node that is drained, or goes back for another job, is left at the next checkpoint."""
-_QUEUE_EVERY_S = 5.0
-"""Interval of the queries of the queue."""
+_QUEUE_EVERY_S = 5.0  # interval of the queries of the queue
 _SHORT_LONGEST_S = 15.0
 """The interval of those of a run that is short of nodes grows to this, until one has a result."""
 
@@ -110,8 +109,7 @@ class LeaderState:
         self._attempts = claim.attempts
         """Task -> its newest attempt: an older one has no part in the run."""
         self.progress: dict[Agent, Json] = {}
-        self.versions: dict[str, str] = {}
-        """Of Python and packages on the node of each task."""
+        self.versions: dict[str, str] = {}  # of Python and packages on the node of each task
         self.last_step: int | None = None
         self.heartbeat = heartbeat
         self.stragglers = Stragglers()
@@ -126,17 +124,13 @@ class LeaderState:
         """When old entries are removed next, before which index, and before which they were."""
         self._unrenewed_since: float | None = None
         """When the renewal was requested that is not done yet."""
-        self._pending: LogEntry | None = None
-        """The entry that is being appended."""
-        self._queue: list[Effect] = []
-        """Effects that stand behind it."""
+        self._pending: LogEntry | None = None  # the entry that is being appended
+        self._queue: list[Effect] = []  # effects that stand behind it
         self._polls = SlurmPollSchedule()
-        self._queue_due = now
-        """When the queue is queried next; infinite until it has answered."""
+        self._queue_due = now  # when the queue is queried next; infinite until it has answered
         self._short_due, self._short_pause_s = now, _QUEUE_EVERY_S
         self._leave_requests = LeaveRequests()
-        self._noted_round: int | None = None
-        """The last round whose long wait was noted."""
+        self._noted_round: int | None = None  # the last round whose long wait was noted
         self._left_soon: dict[int, Agent] = {}
         """Of each slot the agent that was asked last to leave at a checkpoint."""
 
@@ -673,8 +667,7 @@ class HeartbeatTracker:
         return len(self.silent) + len(self._expected) <= num_members / 2
 
 
-MAX_UNMATCHED = 30
-"""A notice that matches no connected agent this many times in a row is removed."""
+MAX_UNMATCHED = 30  # a notice that matches no connected agent this many times in a row is removed
 
 
 @dataclass

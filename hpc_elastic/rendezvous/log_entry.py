@@ -74,8 +74,7 @@ class Endpoint:
     attempt: int
 
 
-NOBODY = Endpoint("", 0, "", 0)
-"""No leader: the next agent that starts claims a term at once."""
+NOBODY = Endpoint("", 0, "", 0)  # no leader: the next agent that starts claims a term at once
 
 
 @dataclass(frozen=True)
@@ -99,28 +98,22 @@ class LostNode:
     """A loss of an agent at work that nothing has announced."""
 
     host: str
-    why: str
-    """Slurm's state and reason once they are known."""
+    why: str  # Slurm's state and reason once they are known
     round: int
-    is_first: bool
-    """Whether it stands for the losses of its round that may be the script's fault."""
-    is_suspect: bool = False
-    """Whether its heartbeats stopped, and not those of many others."""
+    is_first: bool  # whether it stands for the losses of its round that may be the script's fault
+    is_suspect: bool = False  # whether its heartbeats stopped, and not those of many others
 
 
 @dataclass
 class FailureCounters:
     """The failures of the run so far, over all terms (`failure_policy.FailurePolicy`)."""
 
-    progress: int | None = None
-    """Step of the last announced checkpoint."""
+    progress: int | None = None  # step of the last announced checkpoint
     failures_without_progress: int = 0
     """Rounds in a row that broke by a failure of their own and made no checkpoint."""
     first_of_series: Failure | None = None
-    losses: int = 0
-    """Rounds in a row that lost nodes broke, without progress."""
-    reached: int | None = None
-    """The furthest step of any round."""
+    losses: int = 0  # rounds in a row that lost nodes broke, without progress
+    reached: int | None = None  # the furthest step of any round
     gone: Mapping[str, LostNode] = field(default_factory=dict)
     """Task -> its last loss that nothing has announced, until its next attempt joins."""
     strikes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -138,22 +131,17 @@ class LogEntry:
     index: int
     term: int
     leader: Endpoint
-    round: int = 0
-    """Rounds closed so far."""
-    restarts: int = 0
-    """Restarts spent so far."""
-    members: tuple[Agent, ...] = ()
-    """Members of the last round, in rank order."""
+    round: int = 0  # rounds closed so far
+    restarts: int = 0  # restarts spent so far
+    members: tuple[Agent, ...] = ()  # members of the last round, in rank order
     lost: Mapping[str, int] = field(default_factory=dict)
     """Task -> attempt that was lost; Slurm may still report it as RUNNING."""
     possibly_alive: Mapping[str, str] = field(default_factory=dict)
     """Task -> node where a lost attempt may still run: its end was not observed."""
     times_requeued: int = 0
     """How often the run has requeued all its nodes because they were fewer than min nodes."""
-    started: float = 0.0
-    """Unix time at which the run was first led."""
-    claimed: float = 0.0
-    """Unix time at which the leader has claimed its term, on its clock."""
+    started: float = 0.0  # Unix time at which the run was first led
+    claimed: float = 0.0  # Unix time at which the leader has claimed its term, on its clock
     ending: RunEnding | None = None
     counters: FailureCounters = field(default_factory=FailureCounters)
     requeued: Mapping[str, int] = field(default_factory=dict)
@@ -162,8 +150,7 @@ class LogEntry:
     """Seconds of a step by number of nodes, as measured so far."""
     generation: int = 0
     """How often the run was resumed; agents of another generation have no part in it."""
-    gave_up: bool = False
-    """Whether the leader has failed, and decides nothing more in this term."""
+    gave_up: bool = False  # whether the leader has failed, and decides nothing more in this term
 
     @property
     def is_vacant(self) -> bool:
@@ -426,12 +413,10 @@ class RoundRules:
     max_failed_rounds: int = LauncherSettings.max_failed_rounds
     max_requeues: int | None = LauncherSettings.max_requeues
     """How often a task may be requeued; None: no limit."""
-    ft: bool = False
-    """Whether each unit of nodes is a replica of its own (`replica_state`)."""
+    ft: bool = False  # whether each unit of nodes is a replica of its own (`replica_state`)
     min_efficiency: float | None = LauncherSettings.min_efficiency
     """The run grows while a further node adds this part of a node's share; None: up to its max."""
-    unit_nodes: int = 1
-    """Nodes that only work together: a round has a multiple of it."""
+    unit_nodes: int = 1  # nodes that only work together: a round has a multiple of it
     node_counts: tuple[int, ...] = ()
     """The numbers of nodes that a round may have, min and max among them; empty: each multiple of
     ``unit_nodes`` from min to max."""

@@ -26,8 +26,7 @@ from hpc_elastic.transport.messages import (
 )
 from hpc_elastic.worker.shared_page import CheckpointRequest
 
-Address = tuple[str, int]
-"""Of a port: an IP address, and the number."""
+Address = tuple[str, int]  # of a port: an IP address, and the number
 
 
 @dataclass(frozen=True)
@@ -250,27 +249,21 @@ class Stacks(MemberReport, type_name="stacks"):
 class RoundInfo(RunMessage, type_name="round"):
     """One member's place in a closed round, in a message of the same size in any group."""
 
-    request: int
-    """The number of the request that this answers."""
+    request: int  # the number of the request that this answers
     number: int
-    index: int
-    """The index of the entry that closed it: the group's fencing token."""
+    index: int  # the index of the entry that closed it: the group's fencing token
     restarts: int
     group_rank: int
     group_size: int  # nodes
-    first_rank: int
-    """Global rank of this node's first worker."""
+    first_rank: int  # global rank of this node's first worker
     world_size: int
-    store: Address = ("", 0)
-    """Of the group."""
+    store: Address = ("", 0)  # of the group
     replica: int = 0
     """Number of the replica that the group is, below the most that the run may have."""
     throughputs: str = ""
     """Of the workers, if they differ (`data.batch.encode_throughputs`): one part for each pool."""
-    hosts: str = ""
-    """The nodes by group rank, as Slurm's node list."""
-    workers: str = ""
-    """The number of workers on each, as in SLURM_TASKS_PER_NODE."""
+    hosts: str = ""  # the nodes by group rank, as Slurm's node list
+    workers: str = ""  # the number of workers on each, as in SLURM_TASKS_PER_NODE
 
 
 @dataclass(frozen=True)

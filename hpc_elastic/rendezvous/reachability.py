@@ -60,8 +60,7 @@ class Reachability:
     """What is known about the connections between the agents of a run."""
 
     def __init__(self) -> None:
-        self.pending: set[Agent] = set()
-        """Agents whose connections are being probed, or will be."""
+        self.pending: set[Agent] = set()  # agents whose connections are being probed, or will be
         self._endpoints: dict[Agent, Endpoints] = {}
         self._tried: defaultdict[Agent, set[Agent]] = defaultdict(set)
         """Agents that each agent has probed, or has been sent to probe."""
@@ -71,8 +70,7 @@ class Reachability:
         self._awaited: dict[Agent, Sequence[Agent]] = {}
         """Agents that have not answered the last query, each with those that it probes."""
         self._sent_at = 0.0
-        self._probed: set[Agent] = set()
-        """Agents of the last query."""
+        self._probed: set[Agent] = set()  # agents of the last query
         self.has_changed = False
         """Whether the agents that are left out are to be chosen again, from the same results."""
         self._retry_at: float | None = None

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
-_TORCHRUN = "torch.distributed.run"
-"""As ``python -m`` starts it."""
+_TORCHRUN = "torch.distributed.run"  # as ``python -m`` starts it
 
 
 def slurm_backend() -> Callable[[RendezvousParameters], RendezvousHandler]:

@@ -98,15 +98,13 @@ class ReplicaState:
         self._judged: dict[int, tuple[Agent, int]] = {}
         """Of each slot the agent whose failures were judged last, and the entry that had placed it:
         it may report them again on another connection, after it was taken for lost."""
-        self._returned: set[Agent] = set()
-        """Members whose workers have returned."""
+        self._returned: set[Agent] = set()  # members whose workers have returned
         self._results: str | None = None
         self.save_by: float | None = None
         """When all replicas must have saved, since the run is about to stop; None: it goes on."""
         self._once_saved: Callable[[], list[Effect]] = list
         """Makes the decision that waits until they have saved."""
-        self._has_saved: set[Agent] = set()
-        """Members that the lighthouse has let leave."""
+        self._has_saved: set[Agent] = set()  # members that the lighthouse has let leave
         units = units_of(entry.members, rules.unit_nodes)
         living = [unit for unit in units if not any(map(run.participants.is_lost, unit))]
         self.inherited_losses = tuple(unit[0] for unit in units if unit not in living)
@@ -526,8 +524,7 @@ class ReplicaState:
         return effects
 
 
-Rounds = RoundState | ReplicaState
-"""The rules of a run, by `RoundRules.ft`."""
+Rounds = RoundState | ReplicaState  # the rules of a run, by `RoundRules.ft`
 
 
 def departed_note(agent: Agent, members: tuple[Agent, ...]) -> Note:

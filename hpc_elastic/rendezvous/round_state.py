@@ -115,14 +115,12 @@ class Participants:
     """The last request for a place of the last agent of each task."""
     pending_rejoin: set[Agent] = field(default_factory=set)
     """Members of the broken round that have not joined again and are not lost."""
-    lost: dict[str, int] = field(default_factory=dict)
-    """Task -> attempt that was lost, or released."""
+    lost: dict[str, int] = field(default_factory=dict)  # task -> attempt that was lost, or released
     task_states: Mapping[str, TaskState] | None = None
     """Slurm's last answer in this forming; None: there is none."""
     expected_tasks: set[str] = field(default_factory=set)
     """Tasks that Slurm calls RUNNING, that have not joined and were not lost."""
-    _last_join: dict[Agent, float] = field(default_factory=dict)
-    """Of the last agent of each task."""
+    _last_join: dict[Agent, float] = field(default_factory=dict)  # of the last agent of each task
     _by_task: dict[str, Agent] = field(default_factory=dict)
 
     def add(self, agent: Agent, ranks: RankAssignment, now: float) -> None:
@@ -202,8 +200,7 @@ class RankAssignment:
     """
 
     def __init__(self, members: tuple[Agent, ...] = ()) -> None:
-        self.members = members
-        """In rank order."""
+        self.members = members  # in rank order
         self._ranks = {agent: rank for rank, agent in enumerate(members)}
         self._by_task = {agent.task: agent for agent in members}
 
@@ -724,8 +721,7 @@ class RoundState:
     def __init__(self, entry: LogEntry, rules: RoundRules, now: float, rng: random.Random) -> None:
         self.run = RunState(entry, rules, now, rng)
         self.change = GroupChange(rules)
-        self._index = entry.index
-        """Index of the entry that closed the last round of this term."""
+        self._index = entry.index  # index of the entry that closed the last round of this term
 
     # ---- events -------------------------------------------------------------------------
 

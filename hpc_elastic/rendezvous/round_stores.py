@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _STORE_TIMEOUT = timedelta(seconds=60)
-CONNECT_S = 15.0
-"""A store listens before its round is announced; after this time its host has died."""
+CONNECT_S = 15.0  # a store listens before its round is announced; after this time its host has died
 _IMPORT_TIMEOUT = timedelta(minutes=5)
 """Longest wait for the host of a store that listens, which may still import torch."""
 _BACKLOG = 1 << 12
@@ -81,8 +80,7 @@ class RoundStores:
     """Opens the store of each round, at an address of this node (any thread)."""
 
     def __init__(self, address: str) -> None:
-        self.contents: Mapping[str, str] = {}
-        """What each store has from the start."""
+        self.contents: Mapping[str, str] = {}  # what each store has from the start
         self._address = address
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None

@@ -103,8 +103,7 @@ def _apart_warnings(apart: Sequence[tuple[int, int]]) -> Iterator[str]:
 
 _MAX_NAMED = 20
 SHORTEST_S = 5.0
-DENSE_S = 10_000.0
-"""Age up to which a run has a line every `SHORTEST_S`."""
+DENSE_S = 10_000.0  # age up to which a run has a line every `SHORTEST_S`
 
 _RATE_WINDOW_S = 30.0
 _KEPT = ("step", "total_steps", "samples", "loss", "nodes", "world_size", "blocked_s", "phase",
@@ -134,8 +133,7 @@ class ProgressLog:
     def __init__(self) -> None:
         self._steps = self._samples = ThroughputMeter(_RATE_WINDOW_S)
         self._group: list[Any] | None = None
-        self._unwritten: Json | None = None
-        """The line of the last status, if it was not due."""
+        self._unwritten: Json | None = None  # the line of the last status, if it was not due
         self._written = 0.0
 
     def add_status(self, status: Mapping[str, Any], now: float, started: float) -> list[Json]:

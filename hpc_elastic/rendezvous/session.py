@@ -59,8 +59,7 @@ class SessionState:
         """The round that this agent has a place in; None while it waits for one."""
         self.stop_requested = False
         """Whether this agent must stop its workers and call `join` again."""
-        self.stacks = 0
-        """Number of the leader's last request for stacks (`hang_diagnosis`)."""
+        self.stacks = 0  # number of the leader's last request for stacks (`hang_diagnosis`)
         self.checkpoint_request: CheckpointRequest | None = None
         """The leader's request to all workers of the round."""
         self.leader_notice: messages.PreemptionNotice | None = None
@@ -183,8 +182,7 @@ class Session(SessionState):
         """The task that connects to a leader and receives its messages."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._leader: Leader | None = None
-        self._listener: Listener | None = None
-        """The port of this agent's last claim."""
+        self._listener: Listener | None = None  # the port of this agent's last claim
         self._threads = ThreadPoolExecutor(thread_name_prefix="session")
         # The default factory would set the loop as that of the agent's thread, even once closed.
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)

@@ -30,15 +30,12 @@ from hpc_elastic.slurm.job_state import Phase, TaskState, remedy_of_end
 SURE_S = 5.0
 """A wait must be pointless for this long before the run requeues its nodes: for some seconds Slurm
 reports tasks of a run as running that has ended."""
-AWAY_S = 15.0
-"""Mean time that requeued nodes stay away for the first time."""
+AWAY_S = 15.0  # mean time that requeued nodes stay away for the first time
 _AWAY_IN_SWEEP_S = 60.0
 _LONGEST_AWAY_S, _DOUBLINGS = 600.0, 10
-LONGEST_WAIT = 5.0
-"""Nodes below min nodes wait at most this many times ``below_min_timeout_s``."""
+LONGEST_WAIT = 5.0  # nodes below min nodes wait at most this many times ``below_min_timeout_s``
 _UNLIMITED_S = 1e9
-_SHORTEST_AWAY_S = 10.0
-"""Lower limit for the task of a faulty node."""
+_SHORTEST_AWAY_S = 10.0  # lower limit for the task of a faulty node
 
 
 @dataclass
@@ -47,12 +44,9 @@ class RequeueBackoff:
 
     rules: RoundRules
     rng: random.Random = field(default_factory=random.Random)
-    times_requeued: int = 0
-    """How often the run has requeued all its nodes since its last round."""
-    requeued: dict[str, int] = field(default_factory=dict)
-    """Task -> attempt that was requeued."""
-    last_delay_s: float = 0.0
-    """Delay of the last requeue of all nodes."""
+    times_requeued: int = 0  # how often the run has requeued all its nodes since its last round
+    requeued: dict[str, int] = field(default_factory=dict)  # task -> attempt that was requeued
+    last_delay_s: float = 0.0  # delay of the last requeue of all nodes
     _wait_factor: float = field(init=False)
     _pointless_since: float | None = None
 
@@ -124,8 +118,7 @@ GIVE_UP_S = 60.0
 START_TRIES, OUTAGE_TRIES = 3, 8
 _OUTAGE_PAUSE_S, _LONGEST_OUTAGE_PAUSE_S = 60.0, 600.0
 
-_Attempt = tuple[str, str, int | None]
-"""A task, its state in Slurm, and how often it was requeued."""
+_Attempt = tuple[str, str, int | None]  # a task, its state in Slurm, and how often it was requeued
 
 
 @dataclass(frozen=True)
@@ -172,12 +165,9 @@ class LostTaskRecovery:
     """Task -> the node where it may still run, since its end is unknown."""
     max_requeues: int | None = None
     """How often a task may go back to the queue; None: without limit."""
-    has_trained: bool = False
-    """Whether the run has had a round."""
-    are_awaited: bool = False
-    """Whether to query Slurm about some of them."""
-    _over: frozenset[str] = frozenset()
-    """Tasks that have ended for good."""
+    has_trained: bool = False  # whether the run has had a round
+    are_awaited: bool = False  # whether to query Slurm about some of them
+    _over: frozenset[str] = frozenset()  # tasks that have ended for good
     _failed: dict[str, _Attempt] = field(default_factory=dict)
     """Task -> its last attempt that failed before its agent joined."""
     _places: dict[str, int | str] = field(default_factory=dict)
@@ -186,10 +176,8 @@ class LostTaskRecovery:
     """Place of a task -> the hosts of its failed starts in a row; "" if unknown."""
     _seen: dict[_Attempt, float] = field(default_factory=dict)
     """Since when Slurm reports an attempt that the leader has to restart."""
-    _restarted: dict[_Attempt, float] = field(default_factory=dict)
-    """Time of the first restart."""
-    _last_tried: dict[_Attempt, float] = field(default_factory=dict)
-    """Time of the last restart."""
+    _restarted: dict[_Attempt, float] = field(default_factory=dict)  # time of the first restart
+    _last_tried: dict[_Attempt, float] = field(default_factory=dict)  # time of the last restart
 
     @property
     def are_due(self) -> bool:
@@ -358,14 +346,11 @@ class SlurmPollSchedule:
     most five thousand tasks a second.
     """
 
-    about: object = None
-    """Subject of the last query: another forming is queried at once."""
-    queried_at: float | None = None
-    """Time of the query that is not answered yet."""
+    about: object = None  # subject of the last query: another forming is queried at once
+    queried_at: float | None = None  # time of the query that is not answered yet
     pause_s: float = _SLURM_FIRST_S
     is_hurried: bool = False
-    hurried_at: float = -math.inf
-    """Time of the last hurried query."""
+    hurried_at: float = -math.inf  # time of the last hurried query
     due: float = 0.0
     not_before: float = 0.0
 

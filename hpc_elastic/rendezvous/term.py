@@ -44,8 +44,7 @@ from hpc_elastic.transport.messages import Json
 
 _log = logging.getLogger(__name__)
 
-_STIMULI = 1000
-"""Events of a term that are kept, to be written down if the leader fails."""
+_STIMULI = 1000  # events of a term that are kept, to be written down if the leader fails
 
 
 class Executor(Protocol):
@@ -126,8 +125,7 @@ class Term(Gate):
         self._show_s = show_s
         self._last_shown: tuple[float, dict[str, Any]] = (0.0, {})
         """When a status was shown last, and its content without the numbers."""
-        self._lines: list[Json] = []
-        """Lines of the progress that are written with the next status."""
+        self._lines: list[Json] = []  # lines of the progress that are written with the next status
 
     def show(self, now: float) -> None:
         """Show the run's status, if that is due; ``now`` in Unix seconds."""
@@ -147,8 +145,7 @@ class Term(Gate):
 
 
 _TRIES = 3
-_ALL_EVERY = 10
-"""Interval, in searches for notices, in which the term folder is listed too."""
+_ALL_EVERY = 10  # interval, in searches for notices, in which the term folder is listed too
 
 
 class TermOverError(Exception):
@@ -185,8 +182,7 @@ class TermFolder:
         self.term = term
         self._files = files
         self._has_shown = False
-        self._maybe_torn = True
-        """Whether the last line of the progress may be incomplete."""
+        self._maybe_torn = True  # whether the last line of the progress may be incomplete
         self._confirmed: set[str] = set()
         self._claimed: Mapping[str, float] | None = None
         """The notices in the folder; None: it has to be listed."""
@@ -422,8 +418,7 @@ class StatusWriter:
     """
 
     def __init__(self, run: RunDir, run_id: str, events: EventLog, term: int) -> None:
-        self.is_over = False
-        """Whether a write has found that a later leader writes the status."""
+        self.is_over = False  # whether a write has found that a later leader writes the status
         self._run = run
         self._run_id = run_id
         self._event_log = events
@@ -432,8 +427,7 @@ class StatusWriter:
         self._status: Json | None = None
         self._progress: list[Json] = []
         self._is_scheduled = False
-        self._lock = threading.Lock()
-        """Guards the four fields above: what is not written yet."""
+        self._lock = threading.Lock()  # guards the four fields above: what is not written yet
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
 
     def append_event(self, kind: str, **fields: Any) -> None:

@@ -47,8 +47,7 @@ from hpc_elastic.transport import interface as interface_module
 from hpc_elastic.transport.auth import sign, user_folder, user_key
 
 BACKEND = "slurm"
-_KEPT_S = 30 * 24 * 3600.0
-"""Age at which a later step removes the folder of an earlier one."""
+_KEPT_S = 30 * 24 * 3600.0  # age at which a later step removes the folder of an earlier one
 
 _log = logging.getLogger(__name__)
 

@@ -53,12 +53,7 @@ from hpc_elastic.rendezvous.effects import Effect, Note, Send, hosts_of
 from hpc_elastic.rendezvous.failure_policy import Stragglers
 from hpc_elastic.rendezvous.hang_diagnosis import HangDiagnosis
 from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, RoundRules
-from hpc_elastic.rendezvous.replica_state import (
-    QuorumBridge,
-    ReplicaState,
-    Rounds,
-    replica_name,
-)
+from hpc_elastic.rendezvous.replica_state import QuorumBridge, ReplicaState, Rounds, replica_name
 from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
 from hpc_elastic.rendezvous.task_recovery import CONFIRM_LOST_S, SlurmPollSchedule
 from hpc_elastic.run import queue_name

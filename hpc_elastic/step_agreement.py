@@ -96,23 +96,16 @@ class StepAgreement(Generic[M]):
 
     A step is proposed ``ahead_s`` ahead of the furthest member, in seconds of steps. Numbers rise
     from that of the last proposal before.
-
-    Attributes:
-        step: The step that is proposed or confirmed; 0: a question.
-        is_fixed: The step cannot be moved, since a member acts there already.
-        awaited: Members that have not voted on the proposal, or not passed the confirmed step.
-        furthest: The largest step that any worker is known to have passed; None if unknown.
-        since: When the last proposal was made, or confirmed.
     """
 
     def __init__(self, ahead_s: float, number: int = 0) -> None:
         self.state = AgreementState.IDLE
-        self.step = 0
+        self.step = 0  # proposed or confirmed; 0: a question
         self.number = number
-        self.is_fixed = False
-        self.awaited: set[M] = set()
-        self.furthest: int | None = None
-        self.since = 0.0
+        self.is_fixed = False  # whether a member acts at the step already, so it cannot be moved
+        self.awaited: set[M] = set()  # that have not voted, or not passed the confirmed step
+        self.furthest: int | None = None  # the largest step that any worker is known to have passed
+        self.since = 0.0  # when the last proposal was made, or confirmed
         self._ahead_s = ahead_s
         self._members: set[M] = set()
         self._rate = 0.0

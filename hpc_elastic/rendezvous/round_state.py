@@ -266,19 +266,11 @@ class RunState:
     """The state of a run, and the rules that replicas and other nodes have in common.
 
     It continues from a log entry. Times are monotonic seconds of one clock.
-
-    Attributes:
-        entry: The entry of the last decision, which may not be appended yet.
-        left_out: Agents that get no place, since they do not reach all others (`reachability`).
-        done: Members whose workers have all returned.
-        forming_since: When the round was broken that is formed anew.
-        not_before: No round may close before this time (`leader_state`).
-        short_since: Since when members that train are fewer than min nodes; None if they are not.
     """
 
     def __init__(self, entry: LogEntry, rules: RoundRules, now: float, rng: random.Random) -> None:
         self.rules = rules
-        self.entry = entry
+        self.entry = entry  # that of the last decision, which may not be appended yet
         self.phase = RoundPhase.FORMING if entry.ending is None else RoundPhase.ENDED
         self.ranks = RankAssignment(entry.members)
         self.participants = Participants(lost=dict(entry.lost))
@@ -291,13 +283,13 @@ class RunState:
         self.estimator = ProgressEstimator(entry.step_times)
         self.growth = GrowthLimit(rules)
         self.reach = Reachability()
-        self.left_out: tuple[Agent, ...] = ()
-        self.done: set[Agent] = set()
-        self.not_before = 0.0
-        self.short_since: float | None = None
+        self.left_out: tuple[Agent, ...] = ()  # they do not reach all others (`reachability`)
+        self.done: set[Agent] = set()  # members whose workers have all returned
+        self.not_before = 0.0  # no round may close before this time (`leader_state`)
+        self.short_since: float | None = None  # since when fewer than min nodes train, if they do
         self._booting_at = 0.0
         """When nodes enough for min nodes were last booting; Slurm ends that by ResumeTimeout."""
-        self.forming_since = now
+        self.forming_since = now  # when the round was broken that is formed anew
         self._unix_offset = entry.claimed - now
 
     # ---- decisions ----------------------------------------------------------------------

@@ -223,8 +223,7 @@ class NamedNode:
 
     def write_event(self, kind: str, **fields: Any) -> None:
         """Write the event that a user takes this node; RunDirectoryError in another user's run."""
-        from hpc_elastic.launcher.run_handle import COMMANDS
-        from hpc_elastic.run.events import EventLog
+        from hpc_elastic.run.events import COMMANDS, EventLog
         from hpc_elastic.run.registry import user
         from hpc_elastic.shared_files import make_folder
 

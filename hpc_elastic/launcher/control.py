@@ -49,7 +49,7 @@ from hpc_elastic.rendezvous.term import make_term_folder
 from hpc_elastic.report.run_view import end_limit_s, read_view, stop_s
 from hpc_elastic.run import ownership, registry
 from hpc_elastic.run.directory import RunDir, RunSpec
-from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.events import COMMANDS, EventLog
 from hpc_elastic.shared_files import make_folder, read_bytes, write_atomic
 from hpc_elastic.site import QueuePolicy
 from hpc_elastic.slurm.client import SlurmClient
@@ -133,7 +133,7 @@ def cancel(
     run, spec = target.run, target.spec
     scheduler = scheduler or Scheduler(run, spec)
     scheduler.require_own_jobs(target.left)
-    run_handle.mark_cancelled(run, warn)
+    registry.mark_cancelled(run, warn)
     left = _end_tasks(scheduler, target, wait_s, warn)
     if spec.settings.backend == "slurm":  # other runs may stay away until its nodes are free
         QueuePolicy(run, spec, None, SlurmClient()).end_run()
@@ -387,7 +387,7 @@ def _resumed_by_another(run: RunDir) -> SubmissionError:
 
 def _record(resumption: Resumption, jobs: run_handle.SubmittedJobs) -> run_handle.RunHandle:
     run = resumption.run
-    EventLog(run.events(run_handle.COMMANDS), run_handle.COMMANDS).write(
+    EventLog(run.events(COMMANDS), COMMANDS).write(
         "resume", user=registry.user(), host=socket.gethostname(),
         generation=resumption.spec.generation, nodes=str(resumption.spec.settings.nodes),
     )  # fmt: skip

@@ -45,7 +45,7 @@ from typing import Any
 
 from hpc_elastic.errors import ConfigError, HpcElasticError, SubmissionError
 from hpc_elastic.launcher.plan import Plan
-from hpc_elastic.launcher.run_handle import SubmittedJobs, mark_cancelled
+from hpc_elastic.launcher.run_handle import SubmittedJobs
 from hpc_elastic.run import registry
 from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, RunDir, Submission
 from hpc_elastic.shared_files import create_atomic, make_folder, read_json, write_atomic
@@ -413,7 +413,7 @@ def _adopt(name: str, report: Lines) -> dict[str, Any] | None:
         return None
     if missing is not None and not _find_lost(missing):
         for path in dirs:
-            mark_cancelled(RunDir(path), lambda text: print(text, file=sys.stderr))
+            registry.mark_cancelled(RunDir(path), lambda text: print(text, file=sys.stderr))
         why = f"it was killed while it submitted {missing.script}, and Slurm lists no job of it"
         ends = "its runs are marked as cancelled, so that a task of theirs that starts ends at once"
         raise _refusal(name, report, f"{why}; {ends}")

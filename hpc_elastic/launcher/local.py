@@ -58,9 +58,9 @@ from hpc_elastic.gpus import count_devices, driver_gpus
 from hpc_elastic.launcher import detach
 from hpc_elastic.launcher.batch_script import TASK_MODULE, python_path
 from hpc_elastic.launcher.plan import Plan, RunRequest
-from hpc_elastic.launcher.run_handle import mark_cancelled
 from hpc_elastic.run import task_name
 from hpc_elastic.run.directory import RunDir, Submission
+from hpc_elastic.run.registry import mark_cancelled
 from hpc_elastic.shared_files import read_json, write_atomic
 from hpc_elastic.slurm import quarantine
 from hpc_elastic.slurm.environment import GPUS, as_array_task, listed_gpus, outside

@@ -64,7 +64,7 @@ from hpc_elastic.errors import (
     SubmissionError,
 )
 from hpc_elastic.launcher import control
-from hpc_elastic.launcher.run_handle import RunHandle, SubmittedJobs, mark_cancelled, read_handles
+from hpc_elastic.launcher.run_handle import RunHandle, SubmittedJobs, read_handles
 from hpc_elastic.launcher.slurm import SlurmJobs
 from hpc_elastic.launcher.submit import ended_by_interrupt, released_on_failure, submit
 from hpc_elastic.launcher.sweep import Batch, FrozenJob, Sweep
@@ -73,6 +73,7 @@ from hpc_elastic.report import run_view
 from hpc_elastic.report.progress_log import Point, read_points
 from hpc_elastic.run import events, job_of, ownership
 from hpc_elastic.run.directory import SUBMISSION, RunDir
+from hpc_elastic.run.registry import mark_cancelled
 from hpc_elastic.shared_files import is_there, write_atomic
 from hpc_elastic.slurm.job_state import TaskState
 

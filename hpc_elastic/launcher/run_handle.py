@@ -1,19 +1,14 @@
 """A submitted run: `RunHandle` reads how it ended.
 
 The error of a failed run shows the first failure in full, and each worker that died afterwards in
-one line. The mark ``<run>/cancelled`` shows that a run was cancelled: none of its tasks starts or
-comes back.
+one line.
 """
 
 from __future__ import annotations
 
-import json
 import shlex
-import socket
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,16 +26,12 @@ from hpc_elastic.report.run_view import (
 )
 from hpc_elastic.run import queue_name
 from hpc_elastic.run.directory import SUBMISSION, RunDir, Submission
-from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.registry import user
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.local_queue import LocalQueue
 
 _LONGEST_NAME = 200
-
-COMMANDS = "command"
-"""Name in place of a task, in events that a command writes."""
 
 
 class SubmittedJobs(Protocol):
@@ -168,29 +159,6 @@ def read_result_status(run: RunDir) -> str | None:
     except (OSError, ValueError) as e:
         raise RunDirectoryError(f"{run.result}: not readable: {e}") from e
     return None if result is None else str(result.get("status"))
-
-
-def mark_cancelled(run: RunDir, warn: Callable[[str], None]) -> None:
-    """Mark a run as cancelled, once; raise RunDirectoryError if it is another user's."""
-    if shared_files.is_there(run.cancelled):
-        return
-    who = {"user": user(), "host": socket.gethostname(), "time": time.time()}
-    try:
-        shared_files.write_atomic(run.cancelled, json.dumps(who) + "\n")
-    except PermissionError as e:
-        remedy = "only that user, or root, can cancel it"
-        try:
-            owner = run.path.owner()
-        except (KeyError, OSError):
-            owner = "another user"
-        raise RunDirectoryError(f"{run.path} belongs to {owner}: {remedy}") from e
-    except OSError as e:
-        what = f"{run.cancelled} cannot be written ({e.strerror})"
-        warn(f"{what}: the tasks are cancelled nevertheless; check later that none comes back")
-        return
-    with suppress(OSError):
-        shared_files.make_folder(run.event_logs)
-    EventLog(run.events(COMMANDS), COMMANDS).write("cancel", user=who["user"], host=who["host"])
 
 
 # ---- runs that were submitted before

@@ -36,9 +36,9 @@ from hpc_elastic.errors import (
 from hpc_elastic.launcher import batch_script
 from hpc_elastic.launcher.batch_script import gpus_asked, has_whole_nodes
 from hpc_elastic.launcher.plan import Plan, RunRequest, by_settings
-from hpc_elastic.launcher.run_handle import mark_cancelled
 from hpc_elastic.run import job_of
 from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, RunDir, Submission
+from hpc_elastic.run.registry import mark_cancelled
 from hpc_elastic.shared_files import write_atomic
 from hpc_elastic.site import TimeSlots, choose_terms, time_slots_of
 from hpc_elastic.slurm import run_tasks

@@ -28,6 +28,7 @@ from hpc_elastic import shared_files
 _log = logging.getLogger(__name__)
 
 VERSION = 1  # it changes when a kind or a field changes its meaning or goes, not when one is added
+COMMANDS = "command"  # name in place of a task, in events that a command writes
 
 _LOGGED_CHARS = 500
 _KEPT = 1000  # lines kept for a file system that does not accept them now

@@ -1,4 +1,4 @@
-"""The list of this user's runs: one small file for each submission.
+"""The list of this user's runs: one small file for each submission; the mark of a cancelled run.
 
 The files are in ``$XDG_STATE_HOME/hpc_elastic/submissions`` (``~/.local/state`` if that is not
 set). They hold paths only; the state of a run is in its run directory. A run whose directory was
@@ -15,13 +15,17 @@ import getpass
 import json
 import logging
 import os
+import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.run.directory import RunDir
-from hpc_elastic.shared_files import read_json, write_atomic
+from hpc_elastic.run.events import COMMANDS, EventLog
+from hpc_elastic.shared_files import is_there, make_folder, read_json, write_atomic
 
 _log = logging.getLogger(__name__)
 
@@ -88,3 +92,26 @@ def newest_first() -> Iterator[KnownRun]:
                 may_be_there = True
             if may_be_there:
                 yield run
+
+
+def mark_cancelled(run: RunDir, warn: Callable[[str], None]) -> None:
+    """Mark a run as cancelled, once; raise RunDirectoryError if it is another user's."""
+    if is_there(run.cancelled):
+        return
+    who = {"user": user(), "host": socket.gethostname(), "time": time.time()}
+    try:
+        write_atomic(run.cancelled, json.dumps(who) + "\n")
+    except PermissionError as e:
+        remedy = "only that user, or root, can cancel it"
+        try:
+            owner = run.path.owner()
+        except (KeyError, OSError):
+            owner = "another user"
+        raise RunDirectoryError(f"{run.path} belongs to {owner}: {remedy}") from e
+    except OSError as e:
+        what = f"{run.cancelled} cannot be written ({e.strerror})"
+        warn(f"{what}: the tasks are cancelled nevertheless; check later that none comes back")
+        return
+    with suppress(OSError):
+        make_folder(run.event_logs)
+    EventLog(run.events(COMMANDS), COMMANDS).write("cancel", user=who["user"], host=who["host"])

@@ -27,7 +27,6 @@ from hpc_elastic.config.schema import NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.launcher import detach
 from hpc_elastic.launcher.control import change_settings, to_cancel
-from hpc_elastic.launcher.run_handle import mark_cancelled
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.effects import Claim, PublishResult
 from hpc_elastic.rendezvous.follower_state import FollowerState
@@ -35,6 +34,7 @@ from hpc_elastic.rendezvous.log_entry import NOBODY, RunEnding, claim, decode_si
 from hpc_elastic.rendezvous.messages import End
 from hpc_elastic.rendezvous.term import StatusWriter
 from hpc_elastic.run.directory import Submission
+from hpc_elastic.run.registry import mark_cancelled
 from hpc_elastic.slurm import requeue, run_tasks
 from hpc_elastic.slurm.environment import SlurmEnvironment, as_array_task
 from hpc_elastic.slurm.exit_action import ExitAction

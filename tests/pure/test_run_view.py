@@ -15,9 +15,9 @@ from hpc_elastic.launcher.follow import (
     RunFollower,
     must_have_ended,
 )
-from hpc_elastic.launcher.run_handle import mark_cancelled
 from hpc_elastic.report.run_view import phase_of, read_view
 from hpc_elastic.run.directory import Cancellation, Entry, RunDir, Submission
+from hpc_elastic.run.registry import mark_cancelled
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.scheduler import QueueSnapshot
 from specs import spec_of, started_run

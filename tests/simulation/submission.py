@@ -37,8 +37,8 @@ from hpc_elastic.config.schema import NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.errors import HpcElasticError, SlurmCommandError
 from hpc_elastic.launcher import slurm, submit
 from hpc_elastic.launcher.plan import Plan, RunRequest, make_plan
-from hpc_elastic.launcher.run_handle import mark_cancelled
 from hpc_elastic.run.directory import ArrayFiles, Entry, RunDir, Submission
+from hpc_elastic.run.registry import mark_cancelled
 from hpc_elastic.slurm import client as client_module
 from hpc_elastic.slurm import run_tasks
 from hpc_elastic.slurm.client import SlurmClient

@@ -215,15 +215,23 @@ def _ask_about(path: Path) -> None:
         raise OSError(error, os.strerror(error), str(path))
 
 
-_mounts: dict[int, Mount] = {}
-"""By the device of a file system: two of NFS with different options are two."""
+@functools.lru_cache(1)
+def _known_mounts(second: int) -> dict[Path | int, Mount]:
+    """Return what is known of mounts in a second, by path and by device.
+
+    A device number is reused: a mount that goes may leave its number to one with other options.
+    """
+    return {}
 
 
-@functools.lru_cache(4096)
 def _mount_of(path: Path) -> Mount:
+    known = _known_mounts(int(time.monotonic()))
+    if path in known:
+        return known[path]
     with contextlib.suppress(OSError):
         device = path.stat().st_dev
-        return _mounts.get(device) or _mounts.setdefault(device, Mount.of(path))
+        known[path] = known.get(device) or known.setdefault(device, Mount.of(path))
+        return known[path]
     return Mount.of(path)
 
 

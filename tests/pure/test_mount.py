@@ -5,6 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hpc_elastic import shared_files
 from hpc_elastic.shared_files import Mount, find
 
 TABLE = r"""
@@ -109,3 +110,15 @@ def test_a_mount_that_may_keep_what_is_written_is_known():
     numbers = [line.split()[0] for line in TABLE.strip().splitlines()]
     keeps = [number for number in numbers if find(TABLE, int(number)).keeps_writes]
     assert keeps == ["40", "41", "42", "43", "44", "45", "46", "51", "53", "54", "55"]
+
+
+def test_a_mount_in_the_place_of_another_is_looked_up_within_a_second(tmp_path, monkeypatch):
+    """It may have the device number of the one that went, and answer from older caches."""
+    now, found = [100.2], [find(TABLE, 40), find(TABLE, 42)]
+    monkeypatch.setattr(shared_files, "_ask_about", lambda folder: asked.append(now[0]))
+    monkeypatch.setattr(shared_files.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(Mount, "of", lambda path: found.pop(0))
+    asked: list[float] = []
+    for now[0] in (100.2, 100.9, 101.1, 101.2):
+        shared_files.names_listed(tmp_path)
+    assert asked == [101.1, 101.2]

@@ -60,13 +60,16 @@ class _StepHooks:
     def __enter__(self) -> Self:
         optimizer, manager = self._local_optimizer, self._manager
 
+        def before_step(*_: Any) -> None:  # torch takes what a hook returns for arguments
+            manager.disallow_state_dict_read()
+
         def after_step(*_: Any) -> None:
             manager.allow_state_dict_read()
             self._local_step += 1
             self._on_step()
 
         self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: manager.disallow_state_dict_read()),
+            optimizer.register_step_pre_hook(before_step),
             optimizer.register_step_post_hook(after_step),
         ]
         return self
@@ -286,10 +289,10 @@ class Fragment:
         discarded. Raises RuntimeError if `prepare_sync` has not been called for this
         synchronisation.
         """
-        averaging, self._averaging = self._averaging, None
-        if averaging is None:
+        if self._averaging is None:
             raise RuntimeError("no synchronisation is under way: call prepare_sync() first")
-        averaging.wait()
+        self._averaging.wait()
+        self._averaging = None
         mixes = self._options.update_alpha > 0
         trained = {name: p.clone() for name, p in self._local().items()} if mixes else {}
         for name, parameter in self._local().items():

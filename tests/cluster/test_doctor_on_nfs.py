@@ -37,6 +37,13 @@ def meet(mounts, options, monkeypatch):  # noqa: F811
     return probe_network.meet_peers(first, 0, "token", both, [])
 
 
+def ask_no_server(monkeypatch):
+    """As with a C library without statx(2); nor is the folder's mount looked up anew meanwhile."""
+    known: dict[object, shared_files.Mount] = {}
+    monkeypatch.setattr(shared_files, "_LIBC", None)
+    monkeypatch.setattr(shared_files, "_known_mounts", lambda second: known)
+
+
 OPTIONS = ["", "actimeo=600", "actimeo=0", "nocto", "nocto,actimeo=600"]
 
 
@@ -53,8 +60,8 @@ def test_a_sound_client_sees_all_at_once_but_a_path(mounts, options, monkeypatch
 
 @pytest.mark.long
 def test_a_client_that_is_not_made_to_ask_the_server_is_late(mounts, monkeypatch):  # noqa: F811
-    """As with a C library without statx(2): what is seen late is reported, with the time."""
-    monkeypatch.setattr(shared_files, "_LIBC", None)
+    """What is seen late is reported, with the time."""
+    ask_no_server(monkeypatch)
     met = meet(mounts, "nocto,actimeo=6", monkeypatch)
     assert met.race == LinkRace(NUM_ROUNDS) and met.problem == ""
     assert all(1 < met.seen.times_s[name] <= 10 for name in CHANGES), met.seen
@@ -63,7 +70,7 @@ def test_a_client_that_is_not_made_to_ask_the_server_is_late(mounts, monkeypatch
 @pytest.mark.long
 def test_a_client_that_sees_nothing_for_long_is_not_waited_for(mounts, monkeypatch):  # noqa: F811
     """A run would wait in vain."""
-    monkeypatch.setattr(shared_files, "_LIBC", None)
+    ask_no_server(monkeypatch)
     met = meet(mounts, "nocto,actimeo=600", monkeypatch)
     assert {met.seen.times_s[name] for name in CHANGES} == {None} and met.seen.waited_s < 20
 

@@ -217,7 +217,8 @@ def test_slurm_that_is_not_in_the_container_is_told_apart(slurm, place, tmp_path
     tools = tmp_path / "tools"
     (tools / "inside").mkdir(parents=True)
     apptainer = tools / "apptainer"
-    apptainer.write_text(f'#!/bin/sh\nshift 4\nPATH={tools}/inside exec "$@"\n')
+    options = 'until [ "$1" = torch.sif ]; do shift; done; shift'
+    apptainer.write_text(f'#!/bin/sh\n{options}\nPATH={tools}/inside exec "$@"\n')
     apptainer.chmod(0o755)
     box = ("container.runtime=apptainer", "container.image=torch.sif", f"python={sys.executable}")
     _, findings, _ = examine(

@@ -716,7 +716,7 @@ class Mount:
 
     @property
     def refreshed_stale_s(self) -> float:
-        """The same of one that is opened after `files.refresh`, which an NFS client obeys."""
+        """The same of one that is opened after `refresh`, which an NFS client obeys."""
         return 0.0 if self.is_nfs else self.stale_s
 
     @property

@@ -52,7 +52,7 @@ class Worker(Protocol):
 
 
 class RelayLink(Protocol):
-    """The connection of a relay to the server of its group (`manager_relay.Relay`)."""
+    """The connection of a relay to the server of its group (`manager_server.Relay`)."""
 
     def send(self, frame: dict[str, Any]) -> None:
         """Queue a frame."""

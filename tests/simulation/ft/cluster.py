@@ -282,7 +282,7 @@ _TRIES, _RETRY_S = 20, 0.25
 
 
 class RelayClient:
-    """A relay's connection to the server of its group; see `manager_relay.Relay`."""
+    """A relay's connection to the server of its group; see `manager_server.Relay`."""
 
     def __init__(self, server: Server, first: Server, entry: int) -> None:
         self.process = server.process

@@ -128,7 +128,12 @@ class Term(Gate):
         self._lines: list[Json] = []  # lines of the progress that are written with the next status
 
     def show(self, now: float) -> None:
-        """Show the run's status, if that is due; ``now`` in Unix seconds."""
+        """Show the run's status, if that is due; ``now`` in Unix seconds.
+
+        What is not appended yet is not shown: if this leader fails, it does not come about.
+        """
+        if self._leader_state.is_deciding:
+            return
         status = status_of(self._leader_state)
         self._lines += self._series.add_status(status, now, self._leader_state.at.started)
         rest = {name: value for name, value in status.items() if name not in NUMBERS}

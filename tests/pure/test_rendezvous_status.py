@@ -2,12 +2,14 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 from groups import A, B, failure
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Endpoint, Failure, LogEntry, RoundRules
 from hpc_elastic.rendezvous.messages import Failed, Finished, Heartbeat, Join, Reattach
 from hpc_elastic.rendezvous.run_status import status_of
+from hpc_elastic.rendezvous.term import Term
 
 
 def leading(**rules) -> LeaderState:
@@ -39,6 +41,21 @@ def test_a_group_that_forms():
         "checkpoint": None, "stragglers": [], "warnings": [], "metrics": {}, "gpu_use": None,
         "gpu_memory": None, "step_times": {},
     }  # fmt: skip
+
+
+def test_a_round_that_is_not_decided_yet_is_not_shown():
+    """Its leader may fail before the entry exists, and then there is no such round."""
+    leader, shown = leading(), []
+    executor = SimpleNamespace(carry_out=shown.append)
+    term = Term(leader, executor)
+    for agent in (A, B):
+        leader.connected(agent, 0.0)
+        leader.received(agent, Join(request=1), 0.0)
+    term.show(1.0)
+    assert shown == []
+    leader.appended()
+    term.show(2.0)
+    assert [(show.status["round"], show.status["nodes"]) for show in shown] == [(3, 2)]
 
 
 def test_what_is_wrong_with_a_training_that_goes_on_is_a_warning():

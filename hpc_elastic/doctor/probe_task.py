@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from hpc_elastic.slurm.environment import SlurmEnvironment, granted_gpus
 from hpc_elastic.slurm.parsing import gpus_of_each
 from hpc_elastic.transport import interface as interface_module
 
-_PEER_S = 30.0
+_PEER_S = 45.0  # more than a command of Slurm may take: others find a node's file after these
 MUST_AGREE = ("python", "hpc_elastic", "torch")
 """Software that all nodes of a run and the login node must have in the same version."""
 
@@ -163,15 +164,18 @@ def collect_node_facts(
         if not interface.address.startswith(("127.", "::1", "fe80:", "169.254.")):
             addresses.setdefault(interface.name, []).append(interface.address)
     gpus, gpus_there = granted_gpus(os.environ), 0
+    with ThreadPoolExecutor(1) as pool:  # on a node that is cut off each query times out
+        kinds = pool.submit(client.node_kinds, slurm.partition)
+        problems = reachable(client, slurm.task_name)
     with contextlib.suppress(SlurmCommandError):
-        gpus_there = gpus_of_each(client.node_kinds(slurm.partition))
+        gpus_there = gpus_of_each(kinds.result())
     devices = count_devices()
     return NodeFacts(
         name=slurm.node_name,
         host=collect_host_facts(),
         folder=collect_folder_facts(place.path),
         versions=versions(),
-        slurm=reachable(client, slurm.task_name),
+        slurm=problems,
         cpus_given=slurm.cpus_on_node,
         gpus_given=None if gpus is None else len(gpus),
         gpus_seen=None if devices is None else devices[1] or devices[0],
@@ -379,12 +383,19 @@ def _clock_offset(trial: Path) -> float:
 
 def reachable(client: SlurmClient, task: str) -> dict[str, str | None]:
     """Return the problem of squeue and of scontrol on this machine, None if it answers."""
-    problems: dict[str, str | None] = {"squeue": None, "scontrol": None}
-    for command, query in (("squeue", lambda: client.tasks([task])), ("scontrol", client.config)):
+    problems: dict[str, str | None] = {}
+    answers: dict[str, Future[Any]]
+    with ThreadPoolExecutor(2) as pool:
+        answers = {
+            "squeue": pool.submit(client.tasks, [task]), "scontrol": pool.submit(client.config),
+        }  # fmt: skip
+    for command, answer in answers.items():
         try:
-            query()
+            answer.result()
         except SlurmCommandError as e:
             problems[command] = e.stderr.strip()[:300]
+        else:
+            problems[command] = None
     return problems
 
 

@@ -316,7 +316,8 @@ def removed(tmp_path, monkeypatch):
         agents = [group.agent(slot) for slot in range(2)]
         group.join(*agents)
         eventually(lambda: group.register.lease(1))  # a leader creates no other file there
-        shutil.rmtree(tmp_path / "run")
+        gone = (tmp_path / "run").rename(tmp_path / "gone")  # its leader writes there meanwhile
+        shutil.rmtree(gone)
         return group, agents
 
     return make

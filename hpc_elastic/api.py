@@ -52,8 +52,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from hpc_elastic.config.schema import TOP_LEVEL, Nproc
 from hpc_elastic.errors import ConfigError
+from hpc_elastic.run import arguments
 from hpc_elastic.run.directory import Entry, RunDir
-from hpc_elastic.tree_codec import encode_arguments
 
 if TYPE_CHECKING:
     import pandas
@@ -631,7 +631,7 @@ def _json_arguments(
 ) -> list[Any]:
     """Return the arguments of a call by position, as workers read them.
 
-    Raises ConfigError if one cannot be written (`encode_arguments`), or can only be given by name,
+    Raises ConfigError if one cannot be written (`run.arguments`), or can only be given by name,
     and TypeError if the function does not have these parameters.
     """
     if kwargs:
@@ -641,7 +641,7 @@ def _json_arguments(
             remedy = "workers call the function by position: give these parameters a position"
             raise ConfigError("kwargs", call.kwargs, remedy)
         args = call.args
-    return [encode_arguments(value, f"args/{i}") for i, value in enumerate(args)]
+    return [arguments.encode(value, f"args/{i}") for i, value in enumerate(args)]
 
 
 def _follow(

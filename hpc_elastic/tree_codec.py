@@ -16,7 +16,6 @@ from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from pathlib import Path, PurePath
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,39 +137,6 @@ def leaves(tree: Any) -> Iterator[Any]:
             yield from leaves(element)
     else:
         yield tree
-
-
-def encode_arguments(value: object, name: str) -> Any:
-    """Return what a function is called with as JSON.
-
-    Beside JSON values these are tuples, sets and the like, paths, and namespaces: the arguments
-    that argparse has read. ``name`` is what they are, for messages. Raises ConfigError, which names
-    the argument, if one has another type.
-    """
-
-    def leaf_of(path: str, leaf: object) -> tuple[str, Any] | None:
-        if isinstance(leaf, PurePath):
-            return "path", str(leaf)
-        kind = next((kind for kind, cls in _NAMESPACES.items() if type(leaf) is cls), None)
-        return None if kind is None else (kind, encode(vars(leaf), path, leaf_of))
-
-    try:
-        return encode(value, name, leaf_of)
-    except ConfigError as e:
-        remedy = (
-            "workers read what a function is called with as JSON: give texts, numbers, lists, "
-            "dicts, paths or the namespace of argparse, and make other objects in the function"
-        )
-        raise ConfigError(e.key.removeprefix("state: "), e.value, remedy) from None
-
-
-def decode_arguments(value: Any) -> Any:
-    """Return the arguments of a JSON form; ValueError if `encode_arguments` never returned this."""
-
-    def leaf(kind: str, of: Any) -> Any:
-        return Path(of) if kind == "path" else _NAMESPACES[kind](**decode_arguments(of))
-
-    return decode(value, leaf)
 
 
 def _marked(kind: str, of: Any) -> dict[str, Any]:

@@ -42,12 +42,11 @@ from hpc_elastic.agent import main_block, signals, stacks
 from hpc_elastic.agent.command import FailedCommandError
 from hpc_elastic.errors import HpcElasticError, InexactError, PermanentError
 from hpc_elastic.gpus import NVIDIA_GPUS
-from hpc_elastic.run import ownership
+from hpc_elastic.run import arguments, ownership
 from hpc_elastic.run.directory import RUN_DIR_VARIABLE, Entry, RunDir
 from hpc_elastic.shared_files import make_folder, open_file, write_atomic
 from hpc_elastic.slurm.environment import mig_slices
 from hpc_elastic.transport import socket_filter
-from hpc_elastic.tree_codec import decode_arguments
 from hpc_elastic.worker import optimizer_steps, process_group, reporting, shared_page
 
 _log = logging.getLogger("hpc_elastic.agent.worker_main")  # its own name is __main__
@@ -122,7 +121,7 @@ def main(argv: list[str]) -> int:
         gc.freeze()  # garbage collection among all that torch imports takes a tenth of a second
         phase = "run"
         if entry.kind == "function":
-            value = function(*decode_arguments(entry.args))
+            value = function(*arguments.decode(entry.args))
         else:
             from hpc_elastic.agent.hydra_job import hydra_job
 
@@ -165,7 +164,7 @@ def load_function(entry: Entry) -> Callable[..., Any]:
         raise HpcElasticError(f"{where} has no function {entry.qualname!r} at module level")
     if entry.attributes is not None:
         function = function.__new__(function)
-        vars(function).update(decode_arguments(entry.attributes))
+        vars(function).update(arguments.decode(entry.attributes))
     if script is not None and entry.main_block:
         main_block.run_block(script, function)
     return function  # type: ignore[no-any-return]

@@ -30,6 +30,7 @@ from typing import Any, Literal, SupportsIndex
 import torch
 
 from hpc_elastic.checkpoint.equality import Comparer
+from hpc_elastic.checkpoint.generators import capture_generators
 from hpc_elastic.checkpoint.memory_tier import MemoryStore, MemoryTier
 from hpc_elastic.checkpoint.owner import Owner, RankGroup, claim
 from hpc_elastic.checkpoint.prune import Retention
@@ -37,7 +38,7 @@ from hpc_elastic.checkpoint.restore import Restorer
 from hpc_elastic.checkpoint.save import Save, SaveContext
 from hpc_elastic.checkpoint.sharding import Planner
 from hpc_elastic.checkpoint.snapshot import Snapshots, is_out_of_memory
-from hpc_elastic.checkpoint.state import Flat, capture_generators, flatten, require_complete
+from hpc_elastic.checkpoint.state import Flat, flatten, require_complete
 from hpc_elastic.checkpoint.store import Cleaner, Store, remember_directory
 from hpc_elastic.errors import (
     CheckpointError,

@@ -39,11 +39,21 @@ from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
 from hpc_elastic import tree_codec
-from hpc_elastic.checkpoint import manifest as forms
-from hpc_elastic.checkpoint.manifest import Chunk, Described, Manifest, RankPart, TensorEntry
+from hpc_elastic.checkpoint.manifest import (
+    OWN_KINDS,
+    VERSION,
+    Chunk,
+    Described,
+    Manifest,
+    RankPart,
+    TensorEntry,
+    coverage_problem,
+    own_name,
+    reading,
+)
 from hpc_elastic.checkpoint.owner import RankGroup
 from hpc_elastic.checkpoint.sharding import Planner, dtype_name
-from hpc_elastic.checkpoint.state import Flat, Ref, decode
+from hpc_elastic.checkpoint.state import Flat
 from hpc_elastic.errors import CheckpointError, CheckpointMismatchError, InexactError
 
 _EVERY = 10  # each save whose number is a multiple of this compares numbers
@@ -104,7 +114,7 @@ def merge(
     files = tuple(f for part in ordered for f in part.files)
     tensors = _merge_tensors((part.rank, _renamed(part, alike)) for part in ordered)
     made = Manifest(
-        forms.VERSION, step, world_size, created, files, tensors, ordered[0].values, rank_values
+        VERSION, step, world_size, created, files, tensors, ordered[0].values, rank_values
     )
     _require_stored(made)
     return made
@@ -142,7 +152,7 @@ def _renamed(part: RankPart, alike: Collection[str]) -> dict[str, TensorEntry]:
     tensors = dict(part.tensors)
     for name in part.own:
         if _key_of(name) in alike:
-            entry = tensors.pop(forms.own_name(name, part.rank))
+            entry = tensors.pop(own_name(name, part.rank))
             if part.rank == 0:
                 tensors[name] = entry
     return tensors
@@ -166,7 +176,7 @@ def _merge_tensors(
                 known.setdefault((chunk.offsets, chunk.sizes), chunk)
     for name, entry in merged.items():
         chunks = tuple(boxes[name].values())
-        if problem := forms.coverage_problem(entry.shape, chunks):
+        if problem := coverage_problem(entry.shape, chunks):
             raise CheckpointError(f"{name}{list(entry.shape)} {problem}")
         merged[name] = replace(entry, chunks=chunks)
     return merged
@@ -174,12 +184,18 @@ def _merge_tensors(
 
 def _require_stored(manifest: Manifest) -> None:
     for rank, values in manifest.rank_values.items():
-        trees = [tree for kind in forms.OWN_KINDS for tree in values.get(kind, {}).values()]
+        trees = [tree for kind in OWN_KINDS for tree in values.get(kind, {}).values()]
         if rank == 0:
             trees += manifest.values.values()
-        named = {leaf.fqn for leaf in tree_codec.leaves(decode(trees)) if isinstance(leaf, Ref)}
-        if lost := named - set(manifest.tensors) - set(manifest.own_names(rank)):
+        if lost := _tensors_in(trees) - set(manifest.tensors) - set(manifest.own_names(rank)):
             raise CheckpointMismatchError(f"{min(lost)}: rank {rank} has it, but no rank stored it")
+
+
+def _tensors_in(values: Any) -> set[str]:
+    names = set[str]()
+    with reading("part"):
+        tree_codec.decode(values, lambda _kind, name: names.add(name))
+    return names
 
 
 def require_alike(

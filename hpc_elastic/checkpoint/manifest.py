@@ -110,7 +110,7 @@ class RankPart:
     def from_json(cls, text: str) -> RankPart:
         """Read a part file; raise CheckpointCorruptError if it is no undamaged part."""
         body = unseal(text)
-        with _reading("part"):
+        with reading("part"):
             return cls(
                 rank=_of(int, body["rank"]),
                 files=_files(body["files"]),
@@ -144,7 +144,7 @@ class Manifest:
     def from_json(cls, text: str) -> Manifest:
         """Read ``manifest.json``; raise CheckpointCorruptError if it describes no checkpoint."""
         body = unseal(text)
-        with _reading("manifest"):
+        with reading("manifest"):
             if _of(int, body["version"]) > VERSION:
                 raise CheckpointCorruptError(
                     f"the checkpoint has format {body['version']}, this hpc_elastic reads up to "
@@ -322,7 +322,8 @@ def _canonical(content: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def _reading(what: str) -> Iterator[None]:
+def reading(what: str) -> Iterator[None]:
+    """Raise a CheckpointCorruptError in the place of what a wrong form raises."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:

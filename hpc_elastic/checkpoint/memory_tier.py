@@ -278,7 +278,7 @@ def lacking_room(
 
 
 class _Gathering:
-    """One save that is being brought together; each method is for all ranks (collective)."""
+    """One save that is being brought together, by every rank; `_carry` is for those it names."""
 
     def __init__(
         self, group: RankGroup, nodes: NodeDirectory, memory: NodeMemory, save: MemorySave

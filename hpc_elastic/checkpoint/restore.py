@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic.checkpoint.generators import derive_generators, restore_generators
 from hpc_elastic.checkpoint.manifest import FileEntry, Manifest
 from hpc_elastic.checkpoint.memory_tier import MemoryStore
 from hpc_elastic.checkpoint.owner import RankGroup
-from hpc_elastic.checkpoint.state import Filling, RankStates, derive_generators, restore_generators
+from hpc_elastic.checkpoint.state import Filling, RankStates
 from hpc_elastic.checkpoint.store import Store, directories_of, problems_of, read_manifest
 from hpc_elastic.errors import (
     CheckpointCorruptError,

@@ -141,7 +141,8 @@ class Store:
             problems, wrote = [str(e)], ""
         else:
             if replaces:
-                if replace(there, created=manifest.created, run=manifest.run) == manifest:
+                same = replace(there, created=manifest.created, run=manifest.run)
+                if same.to_json() == manifest.to_json():  # 1 is not True, and 0.0 not -0.0
                     return False
                 _log.debug("%s is replaced: the state has changed since", target)
                 self.set_aside(second)

@@ -408,9 +408,10 @@ def _answering(
 ) -> Callable[..., Any]:
     def resolver(config: Any, parent: Any, node: Any, args: Any, texts: Any) -> Any:
         call = calls.get(tuple(texts))
-        is_lacking = theirs is None or (name == _ENV and args[0] not in os.environ)
-        if call is not None and (call.is_fixed or is_lacking):
-            return _from_json(call.result)
+        if call is not None:
+            is_lacking = theirs is None or (name == _ENV and args[0] not in os.environ)
+            if call.is_fixed or is_lacking:
+                return _from_json(call.result)
         if theirs is None:
             raise LookupError(f"resolver {name!r} is not registered when workers import the script")
         return theirs(config, parent, node, args, texts)

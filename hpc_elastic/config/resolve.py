@@ -274,8 +274,8 @@ def _contradictions(nodes: NodeRange, settings: Backend, *, ft: bool) -> Iterato
     if ft and settings.scale_up == "on_restart":
         remedy = "with ft=true a late node always joins at once: leave it out"
         yield ConfigError("launcher.scale_up", settings.scale_up, remedy)
-    for key, default in (("min_efficiency", None), ("sweep_growth", "equal")):
-        if ft and (value := getattr(settings, key)) != default:
+    for key in ("min_efficiency", "sweep_growth"):
+        if ft and (value := getattr(settings, key)) != getattr(LauncherSettings, key):
             remedy = "with ft=true every node is taken in: leave it out"
             yield ConfigError(f"launcher.{key}", value, remedy)
     yield from timeout_contradictions(settings)

@@ -52,6 +52,7 @@ from hpc_elastic._util import counted
 from hpc_elastic.data.batch import BatchDivision, GlobalBatch, MicroBatch
 from hpc_elastic.data.epoch_plan import End, EpochPlan, SamplePosition, hashed
 from hpc_elastic.data.ledger import LedgerWriter, most_workers
+from hpc_elastic.data.random_state import SeededIndices, seeded_torch_generator
 from hpc_elastic.errors import ConfigError, InexactError
 from hpc_elastic.worker import optimizer_steps, process_group, reporting
 
@@ -860,8 +861,6 @@ class MicroBatchDraws:
                     self._num_done += end == ends[-1]
                     indices = row if len(parts) == 1 else row[end - part.num_loaded : end]
                     if is_seeded:
-                        from hpc_elastic.data.virtual_ranks import SeededIndices  # imports torch
-
                         seed = plan.random_seed(step, part.offset, "loader")
                         indices = SeededIndices(indices, seed)
                     yield indices
@@ -889,7 +888,7 @@ class _LoaderItems:
         self.micro_batches = functools.cache(batch.micro_batches)  # each size is divided once
         self.share = functools.cache(batch.share)
         self._items = iter(())  # ends the workers of a loader that ended early
-        with self._loader_running(), _seeded_torch_generator(seed):
+        with self._loader_running(), seeded_torch_generator(seed):
             self._items = iter(loader)
         self._checked = False
 
@@ -923,25 +922,6 @@ class _LoaderItems:
             yield
         finally:
             self.inside = False
-
-
-@contextlib.contextmanager
-def _seeded_torch_generator(seed: int) -> Iterator[None]:
-    """Seed torch's default generator, and restore it at the end.
-
-    A DataLoader draws from it at each start, and an interrupted training starts it once more. That
-    would change the model's random numbers, such as those of dropout.
-    """
-    torch = sys.modules.get("torch")  # nothing to restore without torch
-    if torch is None:
-        yield
-        return
-    state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(state)
 
 
 def _hand_out_items() -> None:

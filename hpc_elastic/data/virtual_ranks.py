@@ -23,12 +23,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -36,6 +34,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 
 from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.data.epoch_plan import EpochPlan
+from hpc_elastic.data.random_state import restored_generators, seed_generators
 from hpc_elastic.errors import ConfigError
 
 
@@ -381,54 +380,3 @@ def _require_bare(model: nn.Module) -> None:
         if hasattr(parameter, "device_mesh"):
             remedy = f"{name} is sharded: give a module that is whole on each worker"
             raise ConfigError("model", type(parameter).__name__, remedy)
-
-
-class SeededIndices(list[int]):
-    """The indices of one micro-batch; an iteration over them seeds the generators first.
-
-    A DataLoader iterates over them in the process that loads, just before it fetches the samples.
-    So the random numbers of the dataset and of ``collate_fn`` depend on the seed alone, for any
-    number of loader workers.
-    """
-
-    def __init__(self, indices: list[int], seed: int) -> None:
-        super().__init__(indices)
-        self.seed = seed
-
-    def __iter__(self) -> Iterator[int]:
-        seed_generators(self.seed)
-        return super().__iter__()
-
-    def __reduce__(self) -> tuple[Any, ...]:  # list's own iterates
-        return SeededIndices, (self[:], self.seed)
-
-
-def seed_generators(seed: int) -> None:
-    """Seed all generators, from 0 to 2^63 - 1."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    for generator in _torch_generators():
-        generator.manual_seed(seed)
-
-
-@contextlib.contextmanager
-def restored_generators() -> Iterator[None]:
-    """Restore the present states of all generators at the end."""
-    generators = _torch_generators()
-    states = [generator.get_state() for generator in generators]
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-
-
-def _torch_generators() -> list[torch.Generator]:
-    generators = [torch.default_generator]
-    # False in a loader's forked worker
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    return generators

@@ -270,14 +270,15 @@ def check_nodes(
          "one environment on the shared file system; launcher.python, launcher.setup"),
         well=f"the same everywhere: {', '.join(f'{name} {own.get(name)}' for name in MUST_AGREE)}",
     )  # fmt: skip
-    tried = {r.facts.name: r.allreduce for r in evidence.reports.values()}
-    times = {n: t.import_s for n, t in tried.items() if t and t.import_s is not None}
-    broken = "; ".join(
-        f"{name}: {(t and t.problems.get('torch')) or '?'}"
-        for name, t in tried.items()
-        if name not in times
-    )
-    slowest_s = max(times.values(), default=0.0)
+    tried = [(r.facts.name, r.allreduce) for r in evidence.reports.values()]  # a node has several
+    times = [t.import_s for _, t in tried if t and t.import_s is not None]
+    failed = {
+        name: (t and t.problems.get("torch")) or "?"
+        for name, t in tried
+        if t is None or t.import_s is None
+    }
+    broken = "; ".join(f"{name}: {why}" for name, why in failed.items())
+    slowest_s = max(times, default=0.0)
     found = f"imported within {slowest_s:.1f} s on every node"
     yield judge(
         "nodes.torch", "each worker imports torch when it starts",
@@ -592,8 +593,8 @@ def check_shared_folder(evidence: Evidence, rendezvous: RendezvousSettings) -> I
     mounts = {f.name: f.folder.mount for f in evidence.facts}
     yield _check_mounts("directory.node_mounts", mounts, rendezvous)
     why_not = _not_tried(evidence)
-    meetings = {r.facts.name: r.meeting for r in evidence.reports.values()}
-    races = [met.race for met in meetings.values() if met.race]
+    meetings = [(r.facts.name, r.meeting) for r in evidence.reports.values()]
+    races = [met.race for _, met in meetings if met.race]
     faults = {
         "both nodes won": sum(race.both for race in races),
         "no node won": sum(race.neither for race in races),
@@ -611,7 +612,7 @@ def check_shared_folder(evidence: Evidence, rendezvous: RendezvousSettings) -> I
         well=f"{raced}, each had one winner",
     )  # fmt: skip
     yield _delay(evidence, why_not)
-    torn = ", ".join(name for name, met in meetings.items() if met.seen and met.seen.torn)
+    torn = ", ".join(name for name, met in meetings if met.seen and met.seen.torn)
     yield judge(
         "directory.content", "a checkpoint is complete once it has its name",
         (why_not, unknown, f"not tried: {why_not}", ""),

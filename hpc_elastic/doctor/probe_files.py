@@ -89,8 +89,12 @@ class ProbeFolder:
 
     def wait_for_json(self, file: Path, timeout_s: float) -> Any | None:
         """Wait for a JSON file; return its content, None after the time-out or the probe's end."""
-        wait_until(lambda: is_there(file) or self.is_over, timeout_s, POLL_S)
-        return json.loads(file.read_text()) if is_there(file) else None
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and not self.is_over:
+            if is_there(file):
+                return json.loads(file.read_text())
+            time.sleep(POLL_S)
+        return None
 
 
 def write_json(file: Path, content: Any) -> None:

@@ -79,8 +79,8 @@ def submit_probe(
             raise refusal(e, launcher, client) from e
         raise
     return ProbeRun(
-        job_id, num_nodes, ProbeFolder(own / SUBMISSION), client, report, launcher.preempt_signal,
-        cluster.kill_wait_s,
+        job_id, num_nodes, ProbeFolder(own / SUBMISSION), client, report,
+        notice=launcher.preempt_signal, kill_wait_s=cluster.kill_wait_s,
     )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ class ProbeRun:
 
     def __init__(
         self, job_id: str, num_nodes: int, place: ProbeFolder, client: SlurmClient, report: Report,
-        notice: str = "USR2", kill_wait_s: float = 30.0,
+        *, notice: str, kill_wait_s: float,
     ) -> None:  # fmt: skip
         self._job_id = job_id
         self._place = place
@@ -237,7 +237,7 @@ class ProbeRun:
             ended = self._in_phase(Phase.ENDED)
             return all(i in ended or is_there(place.task_file("node", i)) for i in took_part)
 
-        wait_until(done, _MEASURE_S + _WAITS * place.staleness_s)
+        wait_until(done, _MEASURE_S + self._client.timeout_s + _WAITS * place.staleness_s)
         reports, unreadable = read_reports(place, took_part)
         states, silent = self._refresh(), dict[int, str]()
         blind = {
@@ -313,7 +313,7 @@ class ProbeRun:
 
         over = wait_until(have_ended, self._kill_wait_s + _SLACK_S)
         wait_until(all_known, place.staleness_s)
-        self.evidence.endings = [
+        endings = [
             NodeEnding(
                 how=how,
                 node=self.evidence.name(index),
@@ -326,8 +326,8 @@ class ProbeRun:
             for how, index in chosen.items()
         ]
         if over and not refused["requeue"]:
-            requeued = self.evidence.endings[0]
-            self.evidence.endings[0] = self._await_return(requeued, chosen["requeue"], start)
+            endings[0] = self._await_return(endings[0], chosen["requeue"], start)
+        self.evidence.endings = endings
 
     def _await_return(self, ending: NodeEnding, index: int, start: float) -> NodeEnding:
         """Wait until a requeued task runs again; release it from Slurm's hold of two minutes."""

@@ -40,7 +40,7 @@ from hpc_elastic.slurm.environment import SlurmEnvironment, granted_gpus
 from hpc_elastic.slurm.parsing import gpus_of_each
 from hpc_elastic.transport import interface as interface_module
 
-_PEER_S = 45.0  # more than a command of Slurm may take: others find a node's file after these
+_PEER_S = 30.0  # beyond a command of Slurm, after which a node that is cut off writes its file
 MUST_AGREE = ("python", "hpc_elastic", "torch")
 """Software that all nodes of a run and the login node must have in the same version."""
 
@@ -83,7 +83,7 @@ def _measure(
     if not members or index not in members:
         return {"facts": asdict(facts), "meeting": asdict(MeetingResult()), "allreduce": None}
     known = {index: own}
-    deadline = time.monotonic() + _PEER_S + place.staleness_s
+    deadline = time.monotonic() + _PEER_S + SlurmClient().timeout_s + place.staleness_s
     for number in members:
         left_s = max(POLL_S, deadline - time.monotonic())
         file = place.task_file("peer", number)

@@ -63,8 +63,12 @@ _MODULES = {
     "ft.local_sgd": ("DiLoCo", "LocalSGD"),
     "ft.manager": ("ExceptionWithTraceback", "LeftQuorumError", "Manager", "WorldSizeMode"),
     "ft.optim": ("Optimizer", "OptimizerWrapper"),
-}
-"""Homes of the names; `islands` has its own, and `ft.process_group` all process groups."""
+    "islands": (
+        "ContributionHead", "DivergedIslandError", "IslandDiLoCo", "IslandTimeoutError",
+        "OuterRound", "RoundPolicy", "load_global_parameters",
+    ),
+}  # fmt: skip
+"""Homes of the names; that of all others is `ft.process_group`."""
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 sys.modules.update(_unavailable.modules(__name__))
 
@@ -73,7 +77,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
     if name not in __all__ and name not in _unavailable.NAMES["process_group"]:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = _HOME.get(name, "ft.process_group" if "ProcessGroup" in name else "islands")
+    home = _HOME.get(name, "ft.process_group")
     its_name = "OptimizerWrapper" if name == "Optimizer" else name
     value = getattr(importlib.import_module(f"hpc_elastic.{home}"), its_name)
     globals()[name] = value

@@ -296,7 +296,7 @@ def _find_watched(own: bytes) -> set[int]:
             if target == _EPOLL:
                 text = (_FD_INFOS / str(fd)).read_text()
                 watched = {int(number) for number in _WATCHED.findall(text)}
-                if any(_is_listener(fd, own) for fd in watched):
+                if any(_is_listener(number, own) for number in watched):
                     return watched
     return set()
 

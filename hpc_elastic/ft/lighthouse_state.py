@@ -130,7 +130,7 @@ class LighthouseState:
         self, replica: str, message: messages.Message, now: float
     ) -> list[ReplicaMessage]:
         """Handle a message of a connected group; ignore those that are not for a lighthouse."""
-        registry = self._registry
+        registry, self._outbox = self._registry, []
         if replica not in registry.connected:
             return []
         match message:
@@ -160,19 +160,21 @@ class LighthouseState:
             case _:
                 return []
         self._advance(now)
-        return self._take_outbox()
+        return self._outbox
 
     def on_disconnect(self, replica: str, reason: str, now: float) -> list[ReplicaMessage]:
         """Handle the loss of a group, also of one that is known to be dead and never connected."""
+        self._outbox = []
         was_member = self._registry.is_member(replica)
         self._registry.remove_connection(replica)
         if was_member:
             self._abort_quorum(f"{replica}: {reason}")
         self._advance(now)
-        return self._take_outbox()
+        return self._outbox
 
     def on_tick(self, now: float) -> list[ReplicaMessage]:
         """Handle time-outs; to be called every 20 to 100 ms. Nothing else depends on it."""
+        self._outbox = []
         if self._registry.started_at is None:
             self._registry.started_at = now
         self._abort_if_missing(now)
@@ -184,14 +186,10 @@ class LighthouseState:
         self._expire_switch(now)
         self._advance(now)
         self._report_waiting(now)
-        return self._take_outbox()
+        return self._outbox
 
     def _send(self, replica: str, message: messages.Message) -> None:
         self._outbox.append(ReplicaMessage(replica, message))
-
-    def _take_outbox(self) -> list[ReplicaMessage]:
-        sends, self._outbox = self._outbox, []
-        return sends
 
     # ---- messages of groups --------------------------------------------------------------
 

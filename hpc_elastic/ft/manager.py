@@ -806,16 +806,18 @@ class Manager:
             return
         place = quorum.replica_rank, quorum.replica_world_size
         own = f"{self.replica_id()} (host {socket.gethostname()}, rank {self._place.rank})"
+
+        def log(found: state_check.Mismatch) -> None:
+            _log.error("step %d: %s", number, found)
+
         try:
             state = StateDigest.of((self._check_state or self._read_parts)())
-            found = state_check.compare(self._pg, place, state, own, on_device=step.used_device)
+            on_device = step.used_device
+            found = state_check.compare(self._pg, place, state, own, log, on_device=on_device)
         except Exception as e:
             self._fail_step(step, e)
             return
-        if found is None:
-            return
-        _log.error("step %d: %s", number, found)
-        if quorum.replica_rank not in found.suspects:
+        if found is None or quorum.replica_rank not in found.suspects:
             return
         heals = self._heal_corrupted and found.is_certain
         self._client.report_event(StateMismatch(number, own, found.listed, heals))

@@ -369,9 +369,11 @@ class Relay:
             self._on_end(reason)
             return
         self._stream = stream
-        for frame in self._unsent:
-            stream.send(frame)
-        self._unsent.clear()
+
+        def send_waiting() -> None:
+            for frame in self._unsent:
+                stream.send(frame)
+            self._unsent.clear()
 
         async def beat(silence_s: float) -> None:
             await stream.send_heartbeats("beat", lambda: silence_s)
@@ -382,7 +384,8 @@ class Relay:
                 self._on_message(int(frame["rank"]), messages.unpack(frame["message"]))
 
         beats = None if self._silence_s is None else beat(self._silence_s)
-        await _receive_all(stream, "server of the replica group", handle, self._on_end, beats)
+        peer = "server of the replica group"
+        await _receive_all(stream, peer, send_waiting, handle, self._on_end, beats)
 
     async def _connect(self) -> ClientConnection:
         for _ in range(_TRIES - 1):
@@ -395,13 +398,15 @@ class Relay:
 async def _receive_all(
     stream: ClientConnection,
     peer: str,
+    begin: Callable[[], None],
     handle: Callable[[dict[str, Any]], None],
     on_end: Callable[[str], None],
     beats: Coroutine[Any, Any, None] | None,
 ) -> None:
-    """Handle all that comes, beside the heartbeats, until the connection ends."""
+    """Send what waits, and handle all that comes beside the heartbeats, until the end."""
     beating = None if beats is None else asyncio.create_task(beats)
     try:
+        begin()
         while True:
             handle(await stream.receive())
     except CONNECTION_ERRORS as e:
@@ -734,11 +739,11 @@ class LighthouseLink:
                 continue
             last_failure = None
             self._stream = stream
-            server.on_connect()
             beats = stream.send_heartbeats("heartbeat", lambda: self._silence_s)
+            begin, on_end = server.on_connect, server.on_disconnect
             handle = partial(self._handle, server)
             try:
-                await _receive_all(stream, "lighthouse", handle, server.on_disconnect, beats)
+                await _receive_all(stream, "lighthouse", begin, handle, on_end, beats)
             finally:
                 self._stream = None
 

@@ -88,7 +88,9 @@ class ManagerState:
         self._disconnect_reason = _NO_CONNECTION
         self._size: int | None = None
         self.has_left = False
+        """The group has left the quorum as announced: its workers wait to be stopped."""
         self.on_report: Callable[[messages.RunReport], None] = lambda _: None
+        """Receives what is for the run's events; may be replaced."""
         self._leave_deadlines: dict[RemoteNode | None, float] = {}
         """When nodes of the group are lost that are under notice; None: this one."""
         self._connections: dict[Worker, None] = {}

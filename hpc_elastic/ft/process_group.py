@@ -258,7 +258,8 @@ class ProcessGroupWrapper(ProcessGroup):
 
     def _wrapped(self) -> ProcessGroup:
         if self._pg is None:
-            raise NotConfiguredError(f"{type(self).__name__} wraps no group")
+            what = f"{type(self).__name__} wraps no group"
+            raise NotConfiguredError(f"{what}: give one, or call configure() first")
         return self._pg
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Work:
@@ -467,11 +468,11 @@ class AllreduceManager(Protocol):
 
     _pg: ProcessGroup
 
-    def allreduce(
-        self, tensor: torch.Tensor, *, reduce_op: ReduceOp | ReduceOp.RedOpType
-    ) -> Work: ...
+    def allreduce(self, tensor: torch.Tensor, *, reduce_op: ReduceOp | ReduceOp.RedOpType) -> Work:
+        """Reduce a tensor over the participating replica groups."""
 
-    def num_participants(self) -> int: ...
+    def num_participants(self) -> int:
+        """Return the number of participating replica groups."""
 
 
 class ManagedProcessGroup(ProcessGroupWrapper):
@@ -560,10 +561,12 @@ class LiveGroup(ABC):
 
     @property
     @abstractmethod
-    def pg(self) -> TorchProcessGroup: ...
+    def pg(self) -> TorchProcessGroup:
+        """torch's group, which does the operations."""
 
     @abstractmethod
-    def set_timeout(self, timeout: timedelta) -> None: ...
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time-out of later operations."""
 
     def watch_work(self, work: Work, operation: str) -> ManagedWork:
         """Return an operation that has just started here, whose errors name it and the group."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -90,11 +90,18 @@ _MARK = 1
 
 
 def compare(
-    pg: ProcessGroup, place: tuple[int, int], state: StateDigest, name: str, *, on_device: bool
+    pg: ProcessGroup,
+    place: tuple[int, int],
+    state: StateDigest,
+    name: str,
+    on_mismatch: Callable[[Mismatch], None],
+    *,
+    on_device: bool,
 ) -> Mismatch | None:
     """Compare a state with those of all members of a group; return None if they are equal.
 
-    All call it in the same step. ``place`` is the own replica rank and their number.
+    All call it in the same step. ``place`` is the own replica rank and their number. It returns
+    once all have received what differs, and before it waits for them it calls ``on_mismatch``.
     """
 
     def exchange(own: Row) -> list[list[int]]:
@@ -120,6 +127,7 @@ def compare(
         paths = ("names, types or shapes of the tensors",)
         state = replace(state, paths=paths, tensors=(state.form,))
     found = Mismatch.of(exchange(detail_row(state, name)), state.paths)
+    on_mismatch(found)
     with suppress(Exception):  # all have read it before one aborts the quorum
         exchange(summary)
     return found

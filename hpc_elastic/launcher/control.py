@@ -80,7 +80,7 @@ class CancelTarget:
         """
         run = RunDir(path)
         spec = ownership.load_own(run, run.event_logs)
-        left = Scheduler(run, spec).list_live_tasks()
+        left = Scheduler(run, spec).list_live_tasks()  # a run that ends after it has a result
         return cls(run, spec, run_handle.read_result_status(run), left)
 
     def __str__(self) -> str:

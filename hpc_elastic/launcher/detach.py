@@ -137,7 +137,9 @@ def _submission(
     job_ids: Sequence[str | None],
     result_job: str | None,
     runs: Mapping[str, Path],
-    **process: str | int | None,
+    *,
+    log: str | None,
+    pid: int | None,
 ) -> dict[str, Any]:
     """Return a submission as `hpc-elastic submit --json` prints it."""
     return {
@@ -145,7 +147,8 @@ def _submission(
         "sweep": sweep,
         "job_ids": list(job_ids),
         "result_job": result_job,
-        **process,
+        "log": log,
+        "pid": pid,
         "runs": [{"run_id": run_id, "run": str(path)} for run_id, path in runs.items()],
     }
 
@@ -337,8 +340,9 @@ def submit_once(
     """Submit a script under an id, unless it was submitted; return its exit code and submissions.
 
     ``submit`` gets the report file, and a file that the script inherits. Each submission gets the
-    key ``repeated``. Raises ConfigError if the id is that of another script or of other overrides,
-    by which something may have been submitted; SubmissionError if it is unknown what was submitted.
+    key ``repeated``. Raises ConfigError if the id is malformed, or that of another script or of
+    other overrides, by which something may have been submitted; SubmissionError if it is unknown
+    what was submitted.
     """
     if not _FORM.fullmatch(name):
         raise ConfigError("--id", name, "give 1 to 64 letters, digits, `.`, `_` or `-`")

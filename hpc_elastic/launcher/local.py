@@ -52,7 +52,7 @@ from pathlib import Path
 import psutil
 
 from hpc_elastic._util import counted
-from hpc_elastic.config.schema import Nproc
+from hpc_elastic.config.schema import LocalSettings, Nproc
 from hpc_elastic.errors import ConfigError, RunDirectoryError, SubmissionError
 from hpc_elastic.gpus import count_devices, driver_gpus
 from hpc_elastic.launcher import detach
@@ -112,7 +112,8 @@ def require_possible(plan: Plan) -> None:
 
 def agent_limit(plan: Plan, num_cpus: int) -> int:
     """Return how many agents may run at a time over all runs (pure)."""
-    given = [n for run in plan.runs if (n := getattr(run.settings.launcher, "max_agents", None))]
+    launchers = [run.settings.launcher for run in plan.runs]
+    given = [s.max_agents for s in launchers if isinstance(s, LocalSettings) and s.max_agents]
     largest = max(run.settings.nodes.max for run in plan.runs)
     return min(given) if given else max(2 * num_cpus, largest)
 
@@ -132,8 +133,11 @@ def queue_of(plan: Plan) -> list[LocalTask]:
         for index, (number, slot) in enumerate(array.tasks):
             run, own = RunDir(plan.runs[number].dir), plan.runs[number].settings
             variables = gpu_variables(gpus, own.nproc_per_node, slot=slot, num_nodes=own.nodes.max)
-            requeues = own.launcher.max_requeues
-            tasks.append(LocalTask(job_id, index, file, run, cpus, slot, requeues, variables))
+            task = LocalTask(
+                job_id, index, array_file=file, run=run, cpus=cpus, slot=slot,
+                max_requeues=own.launcher.max_requeues, gpus=variables,
+            )  # fmt: skip
+            tasks.append(task)
         job_id += 1 + len(array.tasks)
     return tasks
 
@@ -205,8 +209,9 @@ class LocalTask:
         if process and self.is_running and (self.is_ending or process.returncode is not None):
             state = "COMPLETING"
         return LocalEntry(
-            state, process.pid if process else None, self.started, self.exit_code,
-            socket.gethostname(), launcher, _launcher_started(launcher), self.node, self.restarts,
+            state, pid=process.pid if process else None, started=self.started,
+            exit_code=self.exit_code, host=socket.gethostname(), launcher=launcher,
+            launcher_started=_launcher_started(launcher), node=self.node, restarts=self.restarts,
             begin=self.begin if self.is_pending else None,
             reason=EXCLUDED if self.is_excluded else "",
         )  # fmt: skip

@@ -202,7 +202,9 @@ class SearchSpace:
     def first(self) -> dict[str, Any]:
         """Some parameters of the space."""
         return {
-            name: each.choices[0] if hasattr(each, "choices") else getattr(each, "low", None)
+            name: each.choices[0]
+            if isinstance(each, distributions.CategoricalDistribution)
+            else getattr(each, "low", None)
             for name, each in self.distributions.items()
         }
 
@@ -479,7 +481,8 @@ class _StudyRunner:
             error = error or "no trial was completed"
         print(location((), self._sweep.dir))
         if error is not None:
-            for number, why in [*self._errors.items()][:1]:
+            if self._errors:
+                number, why = next(iter(self._errors.items()))
                 error += f"; trial {number}: {why}"
             raise HpcElasticError(error)
 

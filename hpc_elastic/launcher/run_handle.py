@@ -1,4 +1,4 @@
-"""A submitted run: `RunHandle` reads how it ended.
+"""A submitted run: `RunHandle` reads how it ended, and `read_handles` finds earlier ones.
 
 The error of a failed run shows the first failure in full, and each worker that died afterwards in
 one line.

@@ -194,7 +194,7 @@ def submit_script(
     """Submit one array or co-allocated job; write its job id beside the script, and return it.
 
     Raises SlurmCommandError if sbatch refused the script, is not installed, or did not answer and
-    Slurm lists no job of the script.
+    Slurm lists no job of the script, or OSError if the job id could not be written.
     """
     files = ArrayFiles.of(script)
     argv = [sys.executable, "-P", "-m", batch_script.TASK_MODULE, str(files.tasks)]
@@ -302,7 +302,10 @@ def adopt_shell(requests: Sequence[RunRequest], environ: Mapping[str, str]) -> l
 
 
 def max_array_size(*, dry_run: bool, client: SlurmClient | None = None) -> int:
-    """Return the cluster's MaxArraySize; a dry run without Slurm assumes Slurm's default."""
+    """Return the cluster's MaxArraySize; a dry run without Slurm assumes Slurm's default.
+
+    Raises SubmissionError if Slurm does not answer, so nothing can be submitted.
+    """
     try:
         if size := (client or SlurmClient()).max_array_size():
             return size

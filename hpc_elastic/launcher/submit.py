@@ -31,9 +31,10 @@ from hpc_elastic.launcher.plan import Plan, RunRequest, by_settings, make_plan
 from hpc_elastic.launcher.run_handle import RunHandle, SubmittedJobs
 from hpc_elastic.launcher.user_code import link_snapshot, provenance, take_snapshot
 from hpc_elastic.launcher.wait import location, shown
-from hpc_elastic.report.run_view import is_secret, overrides_label
+from hpc_elastic.report.run_view import overrides_label
 from hpc_elastic.run import fencing, ownership, registry
 from hpc_elastic.run.directory import SUBMISSION, PoolTerms, RunDir, RunSpec, Submission
+from hpc_elastic.run.redaction import is_secret
 from hpc_elastic.shared_files import create_atomic, make_folder, names_in, write_atomic
 from hpc_elastic.slurm.parsing import Preemption, has_submitted_nothing
 
@@ -204,7 +205,11 @@ def _note_secrets(overrides: Sequence[str]) -> None:
 
 
 def lay_out(requests: Sequence[RunRequest], submission: Path) -> Plan:
-    """Return the plan for runs in one sweep directory; launcher.harvest is decided here."""
+    """Return the plan for runs in one sweep directory; launcher.harvest is decided here.
+
+    Raises ConfigError if the runs cannot be of one submission; SubmissionError if Slurm does not
+    answer.
+    """
     shared = [folder for folder, num in Counter(r.dir for r in requests).items() if num > 1]
     if shared:
         remedy = "two runs have this directory; make it depend on the run: ${hydra.job.num}"
@@ -403,8 +408,9 @@ def render_scripts(
         settings = array.launcher
         assert isinstance(settings, SlurmSettings)
         script = batch_script.Script(
-            settings, settings.job_name or name, len(array.tasks), plan.submission, array.number,
-            python, cwd or Path.cwd(), batch_script.python_path(os.environ), array.coallocated,
+            settings, job_name=settings.job_name or name, num_tasks=len(array.tasks),
+            submission=plan.submission, array=array.number, coallocated=array.coallocated,
+            python=python, cwd=cwd or Path.cwd(), python_path=batch_script.python_path(os.environ),
             trusting=ownership.is_trusting(),
         )  # fmt: skip
         texts[array.number] = batch_script.render(script, read_template(settings.template))
@@ -445,7 +451,11 @@ def write_concurrently(write_run: Callable[..., None], *of_each_run: Sequence[An
 
 
 def open_sweep(folder: Path) -> None:
-    """Make the sweep directory; raise RunDirectoryError if it cannot be made or written to."""
+    """Make the sweep directory.
+
+    Raises RunDirectoryError if it cannot be made or written to, and ConfigError in one process of
+    several (`require_one_process`).
+    """
     require_one_process(os.environ)
     probe = folder / ".hpc_elastic-probe"
     try:

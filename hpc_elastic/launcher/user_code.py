@@ -38,10 +38,10 @@ from typing import Any, Literal
 from hpc_elastic import _util
 from hpc_elastic.agent import main_block
 from hpc_elastic.errors import ConfigError, SubmissionError
+from hpc_elastic.run import arguments
 from hpc_elastic.run.directory import SUBMISSION, Entry, Submission
 from hpc_elastic.run.registry import user
 from hpc_elastic.shared_files import make_folder
-from hpc_elastic.tree_codec import encode_arguments
 
 _log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def _attributes(called: object) -> dict[str, Any]:
         remedy = "it has a state beside its attributes: give a function that makes the object"
         raise ConfigError("task function", kind.__qualname__, remedy)
     values = (made[2] or {}).items()
-    return {name: encode_arguments(value, f"{kind.__name__}.{name}") for name, value in values}
+    return {name: arguments.encode(value, f"{kind.__name__}.{name}") for name, value in values}
 
 
 def _guarded_script() -> str | None:

@@ -20,10 +20,11 @@ from hpc_elastic.report.attempts import EventIndex
 from hpc_elastic.report.node_time import Account, account
 from hpc_elastic.report.progress_log import TRAINING, Point, Rates, rates, read_points
 from hpc_elastic.report.report import About, Configuration, Report, WorkerFailure, report
-from hpc_elastic.report.run_view import RunView, redact, redact_argument
+from hpc_elastic.report.run_view import RunView
 from hpc_elastic.report.timeline import build_timeline
 from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.events import Event, EventReader, valid_events
+from hpc_elastic.run.redaction import redact, redact_argument
 from hpc_elastic.shared_files import parse_yaml, read_tail, status_of
 from hpc_elastic.site import ExpectedStart, expected_start
 from hpc_elastic.slurm.job_state import Phase

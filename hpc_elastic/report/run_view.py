@@ -189,9 +189,9 @@ class RunReading:
     @classmethod
     def read(cls, run: RunDir, known: RunReading | None = None) -> RunReading:
         """Read the files of a run; those that its leader writes alone, if the spec is known."""
-        notes: list[str] = []
+        notes, is_first = list[str](), False
         if known is None or known.spec is None:
-            known = cls(run, cancellation=run.cancellation())
+            known, is_first = cls(run), True
             try:
                 known = replace(known, spec=run.load())
             except RunDirectoryError as e:
@@ -201,6 +201,7 @@ class RunReading:
         return replace(
             known, status=known.status if status is None else status,  # replaced at this moment
             result=result, notes=tuple(notes), unreadable=unreadable,
+            cancellation=run.cancellation() if is_first else known.cancellation,
         )  # fmt: skip
 
     def tasks_in(self, queue: QueueSnapshot) -> tuple[dict[str, TaskState] | None, str | None]:
@@ -454,45 +455,3 @@ def _ended_by(failed: Mapping[str, Any]) -> str:
     signal = failed.get("signal")
     name = name_of(signal) if isinstance(signal, int) else signal
     return f"ended by {name}" if signal else ""
-
-
-# ---- secrets
-# A report is passed on; the files that it is made of are private, because they may hold tokens.
-# Hidden are all values below a key ``env``, values whose key looks like that of a secret, and
-# passwords in URLs. A secret under another name is not recognised.
-
-
-HIDDEN = "***"  # replacement of a secret
-_SECRET = re.compile(
-    r"token$|secret|webhook|passw|passphrase|credential|(api|access|private|auth|signing)[_-]?key"
-    r"|^env$",
-    re.IGNORECASE,
-)
-_IN_URL = re.compile(r"(\w://[^/\s:@]*:)[^/\s@]+@")
-_OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=(.*)", re.DOTALL)
-
-
-def redact(value: Any, *, hide: bool = False) -> Any:
-    """Return JSON values without secrets, by their keys; ``hide`` hides all values, and no keys."""
-    if isinstance(value, dict):
-        return {k: redact(v, hide=hide or is_secret(str(k))) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [redact(item, hide=hide) for item in value]
-    if hide:
-        return value if value is None or value == "" else HIDDEN
-    return _IN_URL.sub(rf"\1{HIDDEN}@", value) if isinstance(value, str) else value
-
-
-def redact_argument(text: str) -> str:
-    """Return an argument of the command line, without the value of a secret override."""
-    override = _OVERRIDE.fullmatch(text)
-    if override is None:
-        return str(redact(text))
-    key, value = override.groups()
-    hide = any(is_secret(part) for part in re.split(r"[./@]", key.lstrip("+~")))
-    return f"{key}={redact(value, hide=hide)}"
-
-
-def is_secret(key: str) -> bool:
-    """Return whether a key looks like that of a secret."""
-    return _SECRET.search(key) is not None

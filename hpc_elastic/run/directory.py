@@ -46,7 +46,7 @@ class Entry:
     qualname: str
     script: str | None = None
     module: str | None = None
-    args: list[Any] = field(default_factory=list)  # as of `encode_arguments`; so ``attributes``
+    args: list[Any] = field(default_factory=list)  # as of `run.arguments`; so ``attributes``
     attributes: dict[str, Any] | None = None
     cwd: str = "."
     sys_path: list[str] = field(default_factory=list)  # see `launcher.user_code.search_path`

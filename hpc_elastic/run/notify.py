@@ -18,8 +18,6 @@ import os
 import socket
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -111,17 +109,19 @@ class Notifier:
         self.note("notified", event=event, key=key, why=failed or None)
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any) -> None:
-        """Follow no redirect: the message is for this address alone."""
-
-
 def _post(url: str, body: str, timeout_s: float) -> str | None:
     """POST JSON; return why that has failed, without the URL; None if it has not."""
+    import urllib.error  # with HTTP and TLS, which no agent needs otherwise
+    import urllib.request
+
+    class NoRedirect(urllib.request.HTTPRedirectHandler):
+        def redirect_request(self, *_: Any) -> None:
+            """Follow no redirect: the message is for this address alone."""
+
     headers = {"Content-Type": "application/json", "User-Agent": "hpc_elastic"}
     try:
         request = urllib.request.Request(url, body.encode(), headers, method="POST")
-        with urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout_s):
+        with urllib.request.build_opener(NoRedirect).open(request, timeout=timeout_s):
             return None
     except urllib.error.HTTPError as e:
         return f"webhook: it answered with status {e.code}"

@@ -1,4 +1,4 @@
-"""The list of this user's runs: one small file for each submission; the mark of a cancelled run.
+"""The list of this user's runs: one small file for each submission.
 
 The files are in ``$XDG_STATE_HOME/hpc_elastic/submissions`` (``~/.local/state`` if that is not
 set). They hold paths only; the state of a run is in its run directory. A run whose directory was
@@ -95,7 +95,10 @@ def newest_first() -> Iterator[KnownRun]:
 
 
 def mark_cancelled(run: RunDir, warn: Callable[[str], None]) -> None:
-    """Mark a run as cancelled, once; raise RunDirectoryError if it is another user's."""
+    """Write ``<run>/cancelled.json``, once: no task of the run starts or comes back.
+
+    Raises RunDirectoryError if the run is another user's.
+    """
     if is_there(run.cancelled):
         return
     who = {"user": user(), "host": socket.gethostname(), "time": time.time()}

@@ -157,19 +157,22 @@ class NodeSupply:
     are_whole: bool
 
     @cached_property
-    def _known(self) -> dict[str, NodeState]:
-        return {name: NodeState.parse(state) for name, state in self.states.items()}
+    def _free(self) -> set[str]:
+        known = ((name, NodeState.parse(state)) for name, state in self.states.items())
+        return {name for name, state in known if state.is_idle and not state.is_planned}
+
+    @cached_property
+    def _coming(self) -> set[str]:
+        return {n for n, state in self.states.items() if not NodeState.parse(state).is_lost}
 
     def num_idle(self, run: QueuedRun) -> int:
         """Return the number of idle nodes, none planned for another job, where tasks may start."""
-        free = {n for n, state in self._known.items() if state.is_idle and not state.is_planned}
-        return 0 if run.limit else len(free - run.avoids)
+        return 0 if run.limit else len(self._free - run.avoids)
 
     def num_coming(self, run: QueuedRun, held: Set[str]) -> int:
         """Return the number that may come to a run, beside those that the sweep holds."""
-        coming = {n for n, state in self._known.items() if not state.is_lost}
         taken = run.avoids | held if self.are_whole else run.avoids
-        return 0 if run.limit else len(coming - taken)
+        return 0 if run.limit else len(self._coming - taken)
 
 
 def why_blocked(runs: Sequence[QueuedRun], own: int, nodes: NodeSupply) -> str | None:

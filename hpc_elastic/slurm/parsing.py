@@ -307,10 +307,6 @@ def _rows_with(key: str, output: str) -> list[dict[str, str]]:
 
 def parse_partitions(output: str) -> list[Partition]:
     """Return the partitions in what ``scontrol -o show partition`` printed."""
-
-    def qos(row: Mapping[str, str], key: str) -> tuple[str, ...]:
-        return tuple(sorted(_names(row.get(key, ""))))
-
     return [
         Partition(
             name=row["PartitionName"],
@@ -322,15 +318,15 @@ def parse_partitions(output: str) -> list[Partition]:
             num_nodes=parse_number(row.get("TotalNodes", "")) or 0,
             max_nodes=parse_number(row.get("MaxNodes", "")),
             default_time_s=parse_time_left(row.get("DefaultTime", "")),
-            allowed_qos=qos(row, "AllowQos") if _is_restricted(row) else None,
-            denied_qos=qos(row, "DenyQos"),
+            allowed_qos=_allowed_qos(row.get("AllowQos", "ALL")),
+            denied_qos=tuple(sorted(_names(row.get("DenyQos", "")))),
         )
         for row in _rows_with("PartitionName", output)
     ]
 
 
-def _is_restricted(partition: Mapping[str, str]) -> bool:
-    return partition.get("AllowQos", "ALL").upper() != "ALL"
+def _allowed_qos(names: str) -> tuple[str, ...] | None:
+    return None if names.upper() == "ALL" else tuple(sorted(_names(names)))
 
 
 def selected(partitions: Iterable[Partition], wanted: str | None) -> list[Partition]:

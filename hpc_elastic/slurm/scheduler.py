@@ -199,7 +199,7 @@ class Scheduler:
         known = [name for name in tasks if name in own and queue_name(name) in listed]
         states = {queue_name(name): listed[queue_name(name)] for name in known}
         alive_on: dict[str, list[str]] = {name: [] for name in states}
-        for name in possibly_alive.keys() & known:
+        for name in filter(possibly_alive.__contains__, known):
             alive_on[queue_name(name)].append(possibly_alive[name])
         restarted: list[str] = []
         failures: list[Exception] = []

@@ -20,8 +20,8 @@ from scarcity import no_thread
 
 from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions, shard_file
 from hpc_elastic.checkpoint import save as save_module
+from hpc_elastic.checkpoint.generators import capture_generators
 from hpc_elastic.checkpoint.shard_file import BlockFile
-from hpc_elastic.checkpoint.state import capture_generators
 from hpc_elastic.checkpoint.store import Store
 from hpc_elastic.errors import CheckpointError, CheckpointFencedError, ConfigError
 from hpc_elastic.worker import reporting, shared_page

@@ -221,6 +221,20 @@ def test_each_fault_of_nodes_and_network_is_found(evidence, check, verdict, says
     assert finding.remedy or verdict == "unknown"
 
 
+@pytest.mark.parametrize(
+    ("faulty", "check"),
+    [
+        ({"meeting": met(1, race=LinkRace(50, both=3))}, "directory.election"),
+        ({"meeting": met(1, torn=True)}, "directory.content"),
+        ({"allreduce": AllreduceResult(problems={"torch": "no libcuda"})}, "nodes.torch"),
+    ],
+)
+def test_each_of_several_tasks_of_a_node_counts(faulty, check):
+    """The next one of the same node, which has found nothing wrong, hides no fault."""
+    reports = {0: result(0, **faulty), 1: result(1), 2: result(0)}
+    assert findings(replace(GOOD, reports=reports))[check].verdict is Verdict.FAIL
+
+
 def test_many_tasks_that_fail_alike_are_not_all_listed():
     """A few, and how many more."""
     silent = {i: "FAILED" for i in range(60)}
@@ -343,6 +357,8 @@ def test_how_long_a_process_lived_after_sigterm(tmp_path):
 class Client:
     """Slurm's commands for a probe whose tasks have not started, or are as given."""
 
+    timeout_s = 1.0
+
     def __init__(self, *running):
         self.states, self.cancelled = {f"7_{i}": "RUNNING" for i in running}, []
 
@@ -362,7 +378,8 @@ class Client:
 
 def probe_of(client, folder, *, num_nodes=1, report=lambda _: None):
     """Return a probe that was submitted to a client."""
-    return ProbeRun("7", num_nodes, ProbeFolder(folder / "probe"), client, report, kill_wait_s=1.0)
+    place = ProbeFolder(folder / "probe")
+    return ProbeRun("7", num_nodes, place, client, report, notice="USR2", kill_wait_s=1.0)
 
 
 def test_a_probe_is_cancelled_when_the_reader_of_its_output_has_ended(tmp_path):

@@ -4,8 +4,8 @@ import pytest
 
 from hpc_elastic.config.resolve import resolve
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.report.run_view import redact, redact_argument
 from hpc_elastic.run.notify import message_of
+from hpc_elastic.run.redaction import redact, redact_argument
 
 SECRET = "https://hooks.example.org/T1/very-secret"
 

@@ -29,11 +29,12 @@ from hpc_elastic.report.report import (
     hints,
     report,
 )
-from hpc_elastic.report.run_view import read_view, redact, redact_argument
+from hpc_elastic.report.run_view import read_view
 from hpc_elastic.report.sentences import sentence
 from hpc_elastic.report.timeline import build_timeline
 from hpc_elastic.run.directory import Entry, RunDir
 from hpc_elastic.run.events import LossReason
+from hpc_elastic.run.redaction import redact, redact_argument
 from made_events import (
     begun,
     event,

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from data_worlds import Run
 from hpc_elastic.data import ElasticSampler, audit
 from hpc_elastic.data.batch import BatchDivision
-from hpc_elastic.data.virtual_ranks import PartialSum, SeededIndices, held_sums, push
+from hpc_elastic.data.random_state import SeededIndices
+from hpc_elastic.data.virtual_ranks import PartialSum, held_sums, push
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.run import fencing
 

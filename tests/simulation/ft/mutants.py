@@ -386,10 +386,10 @@ class AbortsForAMember(LighthouseState):
     """Aborts the quorum for a member that has caught up, rather than switch."""
 
     def on_message(self, replica: str, message: Message, now: float) -> list[ReplicaMessage]:
-        sends = super().on_message(replica, message, now)
+        super().on_message(replica, message, now)
         if isinstance(message, SwitchRequest) and self._registry.is_member(replica):
             self._abort_quorum(f"{replica} has caught up")
-        return [*sends, *self._take_outbox()]
+        return self._outbox
 
 
 # ---- states with a flipped bit

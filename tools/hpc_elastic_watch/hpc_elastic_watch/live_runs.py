@@ -33,18 +33,16 @@ from hpc_elastic.report.details import RunDetails, read_details, report_of
 from hpc_elastic.report.progress_log import TRAINING, Point
 from hpc_elastic.report.run_view import (
     RunView,
-    is_secret,
     members_of,
     number,
     overrides_label,
     overrides_of,
     read_view,
     read_views,
-    redact,
-    redact_argument,
     unescaped,
 )
 from hpc_elastic.run.directory import RunDir, RunSpec
+from hpc_elastic.run.redaction import is_secret, redact, redact_argument
 from hpc_elastic.shared_files import VALUE_BYTES, parse_json, read_json, read_text
 from hpc_elastic.slurm.scheduler import QueueSnapshot, take_snapshot
 

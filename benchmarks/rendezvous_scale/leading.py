@@ -95,4 +95,5 @@ def _context(size: int, folder: Path) -> LeaderContext:
     rules = RoundRules(size, size, 3, *waits_s, below_min_timeout_s=None)
     log = DecisionLog(run.rdzv, SECRET)
     status = partial(StatusWriter, run, "scale", events)
-    return LeaderContext(rules, heartbeat(size), SECRET, log, status, IdleScheduler(size))
+    scheduler, address = IdleScheduler(size), "127.0.0.1"
+    return LeaderContext(rules, heartbeat(size), SECRET, log, status, scheduler, address)

@@ -45,7 +45,6 @@ from hpc_elastic.launcher import run_handle, submit
 from hpc_elastic.launcher.plan import Plan, RunRequest
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.log_entry import LogEntry, resume_entry
-from hpc_elastic.rendezvous.term import make_term_folder
 from hpc_elastic.report.run_view import end_limit_s, read_view, stop_s
 from hpc_elastic.run import ownership, registry
 from hpc_elastic.run.directory import RunDir, RunSpec
@@ -364,6 +363,8 @@ def _begin_generation(resumption: Resumption) -> None:
     run = resumption.run
     if not DecisionLog(run.rdzv, read_bytes(run.secret)).create(resumption.entry):
         raise _resumed_by_another(run)
+    from hpc_elastic.rendezvous.term import make_term_folder  # imports asyncio
+
     make_term_folder(run, resumption.entry.term)
     make_folder(resumption.folder_before)
     for file in _endings(run):

@@ -54,7 +54,7 @@ import re
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from hpc_elastic.rendezvous import task_recovery
@@ -126,7 +126,6 @@ class FailurePolicy(FailureCounters):
     def __init__(self, rules: RoundRules, counters: FailureCounters | None = None) -> None:
         known = vars(counters or FailureCounters())
         super().__init__(**{name: copy(value) for name, value in known.items()})
-        self._counted = tuple(known)
         self.rules = rules
         self.restarts = 0
         self.not_counted = False
@@ -148,7 +147,8 @@ class FailurePolicy(FailureCounters):
 
     def counters(self) -> FailureCounters:
         """Return the counters for the next log entry."""
-        return FailureCounters(**{name: copy(getattr(self, name)) for name in self._counted})
+        names = (field.name for field in fields(FailureCounters))
+        return FailureCounters(**{name: copy(getattr(self, name)) for name in names})
 
     @property
     def excluded(self) -> tuple[str, ...]:

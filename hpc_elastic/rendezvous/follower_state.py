@@ -390,7 +390,7 @@ class FollowerState:
         """Return how many members claim before this agent; a newcomer is last."""
         entry = entry or self._entry
         members = entry.members if entry is not None else ()
-        return members.index(self.me) if self.me in members else len(members)
+        return next((rank for rank, m in enumerate(members) if m == self.me), len(members))
 
 
 def election_pause_s(entry: LogEntry, host: str) -> float:

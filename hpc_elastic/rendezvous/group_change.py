@@ -266,10 +266,11 @@ class GroupChange:
 
     def _reason(self, waiting: JoinCandidates, *, admits: bool) -> str:
         """Return the nodes that join and leave, as text."""
-        joins = [f"{_names(waiting.joined)} joins"] if admits else []
-        reasons = list(self.preempted.values())[:1]
-        leaves = [f"{_names(self.preempted)} leaves ({reason})" for reason in reasons]
-        return ", ".join([*joins, *leaves])
+        parts = [f"{_names(waiting.joined)} joins"] if admits else []
+        if self.preempted:
+            reason = next(iter(self.preempted.values()))
+            parts.append(f"{_names(self.preempted)} leaves ({reason})")
+        return ", ".join(parts)
 
     def _is_waiting_pointless(self, waiting: JoinCandidates, now: float) -> bool:
         """Return whether no checkpoint was announced while newcomers waited for the time-out."""

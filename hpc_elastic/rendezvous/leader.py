@@ -97,11 +97,12 @@ class Leader:
         gc.set_threshold(max(_GARBAGE, gc.get_threshold()[0]))
         self._term.handle(self._state.start_leading)
         self._listener.serve(self._context.secret, self._claim.term, self)
-        duties = [self._tick(), self._watch_log(), self._write_status(), self._readmit()]
+        duties = [self._tick(), self._watch_log(), self._write_status()]
+        duties.append(self._repeat(_READMIT_S, self._term.readmit))
         if self._folder is not None:
             duties.append(self._watch_notices(self._folder))
         if self._context.rules.ft:
-            duties.append(self._tick_quorum())
+            duties.append(self._repeat(_QUORUM_TICK_S, self._tick_quorum))
         for duty in duties:
             self._start(duty, self._duties)
         self._start(self._in_thread(self._context.scheduler.prepare_store), self._duties)
@@ -402,15 +403,13 @@ class Leader:
             self._term.handle(self._state.tick, time.monotonic())
             await asyncio.sleep(self._context.heartbeat.heartbeat_interval_s)
 
-    async def _tick_quorum(self) -> None:
-        while True:
-            await asyncio.sleep(_QUORUM_TICK_S)
-            self._term.handle(self._state.tick_quorum, time.monotonic())
+    def _tick_quorum(self) -> None:
+        self._term.handle(self._state.tick_quorum, time.monotonic())
 
-    async def _readmit(self) -> None:
+    async def _repeat(self, interval_s: float, act: Callable[[], None]) -> None:
         while True:
-            await asyncio.sleep(_READMIT_S)
-            self._term.readmit()
+            await asyncio.sleep(interval_s)
+            act()
 
     async def _watch_log(self) -> None:
         """Step down once the log shows another leader; end the run once the log was removed."""
@@ -520,8 +519,8 @@ class LeaderContext:
     make_status_writer: Callable[[int], StatusWriter]
     """Makes the writer of the leader of a term; 0: of an agent that does not lead."""
     scheduler: LeaderScheduler
+    address: str  # where it listens
     files: RunFiles | None = None  # files that request nodes to leave; None if the run has none
-    address: str = ""  # where it listens
     group_addresses: tuple[str, ...] = ()
     """Where the process groups of the workers listen, if not there."""
     generation: int = 0  # the run's, as this agent's task was submitted

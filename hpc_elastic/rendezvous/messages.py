@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from hpc_elastic.ft import messages as ft_messages
 from hpc_elastic.rendezvous.log_entry import Failure, RunEnding
@@ -26,6 +26,7 @@ from hpc_elastic.transport.messages import (
 )
 from hpc_elastic.worker.shared_page import CheckpointRequest
 
+T = TypeVar("T")
 Address = tuple[str, int]  # of a port: an IP address, and the number
 
 
@@ -41,7 +42,7 @@ def _ages(items: Iterable[Any], now: float) -> list[Json]:
     return packed
 
 
-def _of_ages(kind: type[Any]) -> Callable[[Any, float], tuple[Any, ...]]:
+def _of_ages(kind: type[T]) -> Callable[[Any, float], tuple[T, ...]]:
     return lambda raw, now: tuple(
         read_fields(kind, {**item, "time": now - float(item["age_s"])}) for item in raw
     )

@@ -611,8 +611,8 @@ class RunState:
         return now - self._waiting_since(now) >= self.rules.straggler_timeout_s
 
     def _waits_since(self, agent: Agent) -> float:
-        request = self.participants.requests.get(agent, messages.Join(0))
-        return self.participants.joined[agent] - request.waited_s
+        request = self.participants.requests.get(agent)
+        return self.participants.joined[agent] - (request.waited_s if request else 0.0)
 
     def _waiting_since(self, now: float) -> float:
         return max(self.forming_since, next(iter(self.participants.joined.values()), now))

@@ -221,9 +221,8 @@ class LostTaskRecovery:
 
     def failed_on(self, tasks: Collection[str]) -> dict[str, tuple[str, ...]]:
         """Return those of the tasks that failed before they joined, each with the hosts."""
-        failed = [task for task in tasks if task in self._failed]
-        is_tried = {task: self._num_tries(task) < START_TRIES for task in failed}
-        return {task: self.tried_hosts(task) if is_tried[task] else () for task in failed}
+        failed = (task for task in tasks if task in self._failed)
+        return {t: self.tried_hosts(t) if self._num_tries(t) < START_TRIES else () for t in failed}
 
     def _num_tries(self, task: str) -> int:
         return len(self._tries.get(self._places.get(task, task), ()))

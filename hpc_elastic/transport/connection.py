@@ -66,7 +66,7 @@ class ClientConnection:
         self._has_received = False
 
     def send(self, message: dict[str, Any]) -> None:
-        """Queue a message; its end shows when the next one is received."""
+        """Queue a message; the end of the connection shows when the next one is received."""
         if not self._writer.is_closing():
             self._writer.write(self._signer.seal(message))
 

@@ -53,7 +53,7 @@ class Group:
         context = LeaderContext(
             self.rules, self.heartbeat, SECRET,
             register or self.register, partial(StatusWriter, self.run, "run", events), self,
-            RunFiles(self.run), self.address,
+            self.address, RunFiles(self.run),
         )  # fmt: skip
         session = Session(me, context)
         self.sessions.append(session)

@@ -12,7 +12,6 @@ Exit codes: 0 the run succeeded or had ended before; 1 it failed; 143 this node 
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from hpc_elastic.agent.signals import SignalPipe
 
@@ -22,13 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     caught = SignalPipe()
     from hpc_elastic.agent.task_main import start
 
-    return start(sys.argv[1:] if argv is None else argv, caught, _supervise)
-
-
-def _supervise(*parts: Any) -> int:
-    from hpc_elastic.agent.node_agent import supervise  # psutil, asyncio: warm workers start before
-
-    return supervise(*parts)
+    return start(sys.argv[1:] if argv is None else argv, caught)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,16 @@ from hpc_elastic._util import PASSING
 from hpc_elastic.agent import hang_watch, preemption, worker_process
 from hpc_elastic.agent.metrics import WorkerObserver, apart_workers
 from hpc_elastic.agent.output_files import LogRetention, OutputTimes
-from hpc_elastic.agent.signals import STOP, SignalError, adopt_orphans, name_of, raise_signals
+from hpc_elastic.agent.signals import (
+    KILL_WAIT_S,
+    STOP,
+    SignalError,
+    adopt_orphans,
+    name_of,
+    raise_signals,
+)
 from hpc_elastic.agent.stacks import process_state, stacks_file, take_stacks
-from hpc_elastic.agent.task_main import Task, worker_command
+from hpc_elastic.agent.task import Task, worker_command
 from hpc_elastic.agent.warm_workers import WarmWorkerPool, is_training
 from hpc_elastic.agent.worker_channel import WorkerChannel
 from hpc_elastic.agent.worker_process import NodeIdentity, WorkerFiles, WorkerProcess
@@ -77,7 +84,6 @@ _START_PAUSE_S, _LONGEST_START_PAUSE_S = 1.0, 30.0
 _START_WITHIN_S = 300.0
 """A node that cannot start its workers for so long reports that as their failure."""
 _REAP_EVERY_S = 2.0
-_KILL_WAIT_S = 5.0  # longest wait for killed processes; one that hangs in the kernel is left behind
 _IMPORT_S = 20.0  # a node that comes late joins after that, even if its warm workers still import
 
 
@@ -339,7 +345,7 @@ class ElasticAgent:
                 _log.warning("process %d does not end by %s", process.proc.pid, number.name)
                 process.send_signal(signal.SIGKILL)
         for process in self._processes:
-            process.has_ended(time.monotonic() + _KILL_WAIT_S)
+            process.has_ended(time.monotonic() + KILL_WAIT_S)
 
     def _stop_workers(self) -> None:
         self._hangs = None

@@ -25,7 +25,7 @@ from hpc_elastic.agent.metrics import Exporter, GpuMeter, Sample, WorkerObserver
 from hpc_elastic.agent.output_files import OutputTimes
 from hpc_elastic.agent.preflight import Preflight, Problem
 from hpc_elastic.agent.signals import SignalError, SignalPipe
-from hpc_elastic.agent.task_main import Task, prepare_environment
+from hpc_elastic.agent.task import Task, prepare_environment
 from hpc_elastic.agent.warm_workers import WarmWorkerPool
 from hpc_elastic.agent.worker_process import NodeIdentity
 from hpc_elastic.checkpoint.node_memory import AgentFolder

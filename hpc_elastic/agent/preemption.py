@@ -76,9 +76,9 @@ def of_command(
 
 
 def of_departure(how: ExitAction | None, pool: Pool, now: float) -> PreemptionNotice:
-    """Return what SIGTERM means once Slurm has reported how the task ends; None: Slurm is silent.
+    """Return what SIGTERM means once Slurm has reported how the task ends.
 
-    REQUEUE is a task that runs still. The signal came ``now``.
+    ``how``: REQUEUE is a task that runs still; None: Slurm is silent. The signal came ``now``.
     """
     terms, runs = pool.terms, how in (ExitAction.REQUEUE, ExitAction.REPLACE)
     return within(Reason.SIGNAL, terms.preempt_grace_s if runs else terms.kill_wait_s, now)

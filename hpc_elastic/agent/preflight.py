@@ -9,8 +9,8 @@ Space        In /dev/shm, which data loaders and shared pages use, and in the fo
              The latter is shared, so a full one is only reported.
 Clock        It differs from the shared file system's by at most `SKEW_S`.
 
-The run's tasks avoid a node that fails (excluded_nodes.json) for `LONGEST_EXCLUDED_S`, and its task
-goes back to the queue. Then the node is checked again.
+The run's tasks avoid a node that fails for a time, and its task goes back to the queue
+(`node_agent.exclude_node`). Then the node is checked again.
 """
 
 from __future__ import annotations

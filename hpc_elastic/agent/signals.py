@@ -72,6 +72,7 @@ def _restore_defaults() -> None:
 STOP = signal.SIGHUP
 """By this the agent stops workers. Its default ends a process that is stuck in a collective at
 once, and leaves no core file; nothing else sends it to a process without a terminal."""
+KILL_WAIT_S = 5.0  # longest wait for killed processes; one that hangs in the kernel is left behind
 
 
 def set_up_worker() -> None:

@@ -68,7 +68,6 @@ from hpc_elastic.worker.shared_page import WARM_WORKER_VARIABLE
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
-_KILL_WAIT_S = 5.0  # longest wait for a killed process; one that hangs in the kernel is left behind
 _IMPORTED_WITHIN_S = 60.0
 """Several workers wait this long for the only process of their node that imports, and a thread of
 the agent with them; a process for each would take longer."""
@@ -100,7 +99,7 @@ class _WarmWorker:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_KILL_WAIT_S)
+            self.process.wait(signals.KILL_WAIT_S)
 
 
 class WarmWorkerPool:

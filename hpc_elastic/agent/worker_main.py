@@ -38,7 +38,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, TextIO
 
-from hpc_elastic.agent import main_block, signals, stacks
+from hpc_elastic.agent import main_block, signals, stacks, worker_group
 from hpc_elastic.agent.command import FailedCommandError
 from hpc_elastic.errors import HpcElasticError, InexactError, PermanentError
 from hpc_elastic.gpus import NVIDIA_GPUS
@@ -101,14 +101,14 @@ def main(argv: list[str]) -> int:
         reporting.set_bad_loss_policy(stop=spec.settings.launcher.on_bad_loss == "stop")
         world_size = 1 if spec.settings.ft else int(environment.get("WORLD_SIZE", "1"))
         check = world_size, spec.settings.launcher.require_group
-        group = process_group.GroupCheck(*check)
+        group = worker_group.GroupCheck(*check)
         after_import("torch", lambda: _prepare_torch(run, group, place))
         after_import(
-            "torch.distributed.rendezvous", partial(process_group.keep_own_stores, environment)
+            "torch.distributed.rendezvous", partial(worker_group.keep_own_stores, environment)
         )
         if not entry.is_command:  # whose children are what they are under torchrun
-            process_group.free_children()
-        spawned = partial(process_group.keep_spawned, environment, *check)
+            worker_group.free_children()
+        spawned = partial(worker_group.keep_spawned, environment, *check)
         after_import("torch.multiprocessing.spawn", spawned)
         if spec.settings.launcher.adapt == "auto" and not spec.settings.ft:
             for framework, adapter in _ADAPTERS.items():
@@ -204,7 +204,7 @@ def _bind_to_cpus() -> None:
 
 def _prepare_torch(
     run: RunDir,
-    group: process_group.GroupCheck | None = None,
+    group: worker_group.GroupCheck | None = None,
     place: tuple[Path, int] | None = None,
 ) -> None:
     """Let data loaders withstand a notice, and hook into every optimizer step of this process.

@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from hpc_elastic.agent.signals import name_of
+from hpc_elastic.agent.signals import KILL_WAIT_S, name_of
 from hpc_elastic.agent.warm_workers import WarmWorkerPool
 from hpc_elastic.rendezvous.log_entry import Failure
 from hpc_elastic.shared_files import parse_json, read_tail, read_text
@@ -47,7 +47,6 @@ _REMEDY_OF_SIGNAL = {
     "SIGXCPU": "The limit of CPU time was reached (`ulimit -t`): Slurm hands on that of the shell "
     "that submits, or limits.conf of the node sets it; `hpc-elastic doctor --probe` shows it."
 }
-_KILLED_WITHIN_S = 5.0  # longest wait; a process that hangs in the kernel is left behind
 _POLL_S = 0.005
 _SCANS = 2  # consecutive scans without a result: a scan misses processes that are adopted meanwhile
 
@@ -211,7 +210,7 @@ def kill_strays(keep: Collection[int] = ()) -> int:
         _log.info(
             "killed %d processes that workers had left behind: %s", len(killed), sorted(names)
         )
-    deadline, alive = time.monotonic() + _KILLED_WITHIN_S, killed
+    deadline, alive = time.monotonic() + KILL_WAIT_S, killed
     while alive := [p for p in alive if not _has_exited(p)]:
         if time.monotonic() > deadline:
             _log.error("processes that cannot be killed: %s", [p.pid for p in alive])

@@ -1,5 +1,5 @@
 """The rounds of `hpc_elastic.islands`, as the reference names them."""
 
-from hpc_elastic.islands.outer_round import ContributionHead, OuterRound
+from hpc_elastic.islands import ContributionHead, OuterRound
 
 __all__ = ["ContributionHead", "OuterRound"]

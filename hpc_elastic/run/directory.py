@@ -291,8 +291,8 @@ class RunDir:
     @property
     def is_over(self) -> bool:
         """Whether the run has ended or is cancelled: no task of it starts or restarts."""
-        ends = (self.result.name, self.cancelled.name)  # the folder is opened again, for NFS
-        return not shared_files.names_in(self.path).isdisjoint(ends)
+        ends = (self.result.name, self.cancelled.name)
+        return not shared_files.names_in(self.path).isdisjoint(ends)  # opened again, for NFS
 
     def attempt(self, task: str, attempt: int) -> Path:
         """Return the log folder of one attempt of one task."""
@@ -479,7 +479,7 @@ class Submission:
     def arrays(self) -> list[ArrayFiles]:
         """Return the arrays that were laid out, submitted or not, by number."""
         found = {ArrayFiles.of(file) for file in self.path.glob("array-*.*")}
-        numbered = (array for array in found if array.stem.name[len("array-") :].isdecimal())
+        numbered = (array for array in found if array.stem.name.removeprefix("array-").isdecimal())
         return sorted(numbered, key=lambda array: array.number)
 
     def job_ids(self) -> dict[int, str]:

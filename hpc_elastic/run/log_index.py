@@ -68,7 +68,7 @@ class Index:
         self._times: list[float] = []
 
     def time_at(self, end: int) -> float | None:
-        """Return when the line that ends at a byte was written; None if it is not in the index."""
+        """Return when the line that ends at a byte was written; None beyond the index."""
         # calls in ascending order read the file once in a thousand times
         if not self._sizes or not self._sizes[0] <= end <= self._sizes[-1]:
             records = self._query(

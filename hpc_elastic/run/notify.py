@@ -97,7 +97,8 @@ class Notifier:
             code, _, why = _util.run_shell(
                 settings.command, timeout_s=settings.timeout_s, env=env, stdin=body
             )
-            whys += [] if code == 0 else [f"command: {why}"]
+            if code != 0:
+                whys.append(f"command: {why}")
         if settings.webhook is not None:
             late: list[str | None] = [f"webhook: no answer after {settings.timeout_s:g} s"]
             arguments = settings.webhook, body, settings.timeout_s

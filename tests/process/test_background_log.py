@@ -21,7 +21,7 @@ AGENT = textwrap.dedent(
     from types import SimpleNamespace
     from hpc_elastic.agent import task_main
 
-    def run(task, caught, times, supervise):
+    def run(task, caught, times):
         atexit.register(logging.warning, "late")
         for n in range(1000):
             logging.info("line %d", n)
@@ -38,7 +38,7 @@ AGENT = textwrap.dedent(
                            spec=spec, name="7_0")
     task_main.find_task, task_main._run = lambda *_: task, run
     task_main.OutputTimes = lambda _: SimpleNamespace(start=lambda: None, close=lambda: None)
-    sys.exit(task_main.start(["array-0.json"], None, None))
+    sys.exit(task_main.start(["array-0.json"], None))
     """
 )
 

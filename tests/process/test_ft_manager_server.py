@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 from ft_server import PATIENCE_S, Bench, Q, request_of, until
 from scarcity import no_descriptors
 
+from hpc_elastic.ft import manager_server
 from hpc_elastic.ft.checkpointing.transport import HealError, UnusableStateError
 from hpc_elastic.ft.manager_client import GroupPlace, ManagerClient, ManagerServerLostError
 from hpc_elastic.ft.messages import (
@@ -540,3 +542,36 @@ def test_other_users_are_refused(bench, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 65534)
     with pytest.raises(ManagerServerLostError):
         bench.client()
+
+
+def test_an_error_at_the_start_of_a_connection_ends_that_one_only(monkeypatch):
+    """What the group sends first may be refused; the reason is passed on, and the link tries on."""
+    streams, reasons = [], []
+
+    class Stream:
+        closed = False
+
+        async def send_heartbeats(self, *_):
+            await asyncio.Event().wait()
+
+        async def close(self):
+            self.closed = True
+
+    async def connect(*_):
+        streams.append(Stream())
+        return streams[-1]
+
+    def on_connect():
+        raise ValueError("a message of 2 MiB")
+
+    async def run():
+        server = SimpleNamespace(on_connect=on_connect, on_disconnect=reasons.append)
+        running = asyncio.create_task(manager_server.LighthouseLink("a:1", "r").run(server))
+        while len(streams) < 3:
+            await asyncio.sleep(0.001)
+        running.cancel()
+
+    monkeypatch.setattr(manager_server, "connect", connect)
+    monkeypatch.setattr(manager_server, "user_secret", lambda _: b"secret")
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+    assert "2 MiB" in reasons[0] and streams[0].closed

@@ -18,7 +18,7 @@ from arrays import GONE, run_of, write_table
 from ended import sleeping
 from followers import ENTRY, LEADER, LIVENESS, agent, delivered, of
 from groups import B
-from hpc_elastic.agent.task_main import find_task
+from hpc_elastic.agent.task import find_task
 from hpc_elastic.checkpoint import owner, prune
 from hpc_elastic.checkpoint.owner import Owner, tag
 from hpc_elastic.checkpoint.store import Store

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.task_main import Task, find_task
+from hpc_elastic.agent.task import Task, find_task
 from hpc_elastic.config.resolve import resolve
 from hpc_elastic.config.schema import NotifySettings
 from hpc_elastic.errors import RunDirectoryError

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hpc_elastic.agent import task_main as start_module
-from hpc_elastic.agent.task_main import find_task
+from hpc_elastic.agent.task import find_task
 from hpc_elastic.errors import HpcElasticError, RunDirectoryError, SlurmEnvironmentError
 from hpc_elastic.run.directory import ArrayFiles, Entry, RunDir
 from hpc_elastic.shared_files import make_folder
@@ -100,7 +100,7 @@ def test_a_second_job_of_the_same_script_is_refused(array, queue, monkeypatch, c
     queue["60_0"] = TaskState("60_0", state)
     for name, value in ARRAY_TASK.items():
         monkeypatch.setenv(name, value)
-    assert start_module.start([str(file)], None, None) == 1
+    assert start_module.start([str(file)], None) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "job 70" in line and "job 60" in line and f"60_0 is {state}" in line
     assert "scancel 70" in line and "hpc-elastic resume" in line
@@ -188,7 +188,7 @@ def test_a_malformed_variable_ends_the_task_with_a_clear_line(
     file = array()
     for variable in {*ARRAY_TASK, name}:
         monkeypatch.setenv(variable, {**ARRAY_TASK, name: value}[variable])
-    assert start_module.start([str(file)], None, None) == 1
+    assert start_module.start([str(file)], None) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"hpc_elastic: {name} is {value!r}, expected {expected}")
 
@@ -203,7 +203,7 @@ def test_a_coallocated_job_needs_its_node_ids(array, name):
 def test_outside_of_slurm_the_task_says_so(array, monkeypatch, capsys):
     """Somebody tried the command by hand."""
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert start_module.start([str(array())], None, None) == 1
+    assert start_module.start([str(array())], None) == 1
     assert "SLURM_JOB_ID is not set" in capsys.readouterr().err
 
 

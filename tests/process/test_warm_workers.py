@@ -14,8 +14,10 @@ import pytest
 from group import eventually
 
 from ended import is_gone
-from hpc_elastic.agent import signals, task_main, warm_workers
-from hpc_elastic.agent.task_main import likely_workers, prepare_environment
+from hpc_elastic.agent import signals, warm_workers
+from hpc_elastic.agent import task as task_module
+from hpc_elastic.agent.task import prepare_environment
+from hpc_elastic.agent.task_main import likely_workers
 from hpc_elastic.agent.warm_workers import (
     WarmWorkerPool,
     _receive_start,
@@ -641,7 +643,7 @@ def test_the_workers_of_a_node_are_counted_without_torch(wanted, env, num_device
 def test_threads_are_what_is_said_nearest_to_the_run(monkeypatch, setting, given, in_run, expected):
     """launcher.env, its file, the task's own environment, launcher.agent, and then a fair share."""
     monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr(task_main, "_GIVEN_THREADS", given)
+    monkeypatch.setattr(task_module, "_GIVEN_THREADS", given)
     launcher = LocalSettings(env=in_run, agent=AgentSettings(omp_num_threads=setting))
     spec = SimpleNamespace(
         file_env={"OMP_NUM_THREADS": "8"} if in_run else {},

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from hpc_elastic.agent import task_main
+from hpc_elastic.agent import task
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.launcher import slurm
 from planted import require_found
@@ -53,7 +53,7 @@ def not_marked(monkeypatch):
 
 def all_replace(monkeypatch):
     """Let a task train that was submitted in another's place and has no record."""
-    monkeypatch.setattr(task_main.run_tasks, "is_recorded", lambda spec, task: True)
+    monkeypatch.setattr(task.run_tasks, "is_recorded", lambda spec, task: True)
 
 
 @pytest.mark.parametrize("seed", [1128, 4359, 14587, 15631])

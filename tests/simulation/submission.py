@@ -1,7 +1,7 @@
 """Submissions to a Slurm whose every answer may be lost, late or an error.
 
 The code under test is real: `launcher.submit` with its files, `launcher.slurm`, `SlurmClient`,
-`run_tasks.resubmit`, and what a task looks up first (`agent.task_main`). Only the commands are
+`run_tasks.resubmit`, and what a task looks up first (`agent.task`). Only the commands are
 simulated (`_util.run`). At each call the effect is carried out, is not, or comes later; the answer
 is true, an error, lost or old; the calling process may die, or get Ctrl-C. The user acts on the
 text. After an error that leaves the directory free, the submission is repeated there, else in
@@ -32,7 +32,7 @@ from typing import Any
 from unittest import mock
 
 from hpc_elastic import _util
-from hpc_elastic.agent.task_main import find_task
+from hpc_elastic.agent.task import find_task
 from hpc_elastic.config.schema import NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.errors import HpcElasticError, SlurmCommandError
 from hpc_elastic.launcher import slurm, submit

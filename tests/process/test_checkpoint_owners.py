@@ -272,8 +272,10 @@ def test_a_state_that_has_changed_replaces_that_of_the_step(
     assert state["x"].unique().tolist() == [2.0] and state["note"] == {"is": "noted"}
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, True), (0.0, -0.0), ({"a": 1, "b": 2},
-                                                                       {"b": 2, "a": 1})])  # fmt: skip
+_ORDERS = {"a": 1, "b": 2}, {"b": 2, "a": 1}
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, True), (0.0, -0.0), _ORDERS])
 def test_a_value_that_is_equal_and_not_the_same_has_changed(tmp_path, before, after):
     """1 is not True, and a dict has an order: what is restored would be another state."""
     state = {"x": torch.zeros(3), "note": {"is": before}}

@@ -558,6 +558,7 @@ def test_an_error_at_the_start_of_a_connection_ends_that_one_only(monkeypatch):
             self.closed = True
 
     async def connect(*_):
+        await asyncio.sleep(0)  # as a real one
         streams.append(Stream())
         return streams[-1]
 

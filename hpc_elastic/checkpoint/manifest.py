@@ -217,7 +217,12 @@ _OWN_NAME = re.compile(r"([^/]*)~rank(\d+)((?:/.*)?)", re.DOTALL)
 
 def checksum_of(data: bytes | memoryview) -> str:
     """Return the checksum of some bytes, as `FileEntry` has it."""
-    return f"xxh3_64:{xxhash.xxh3_64_hexdigest(data)}"
+    return checksum_text(xxhash.xxh3_64(data))
+
+
+def checksum_text(checksum: xxhash.xxh3_64) -> str:
+    """Return a checksum as `FileEntry` has it."""
+    return f"xxh3_64:{checksum.hexdigest()}"
 
 
 _PRIME = (1 << 127) - 1

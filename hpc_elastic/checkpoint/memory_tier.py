@@ -46,7 +46,7 @@ import xxhash
 
 from hpc_elastic.checkpoint import node_memory
 from hpc_elastic.checkpoint.equality import merge
-from hpc_elastic.checkpoint.manifest import FileEntry, Manifest, RankPart
+from hpc_elastic.checkpoint.manifest import FileEntry, Manifest, RankPart, checksum_text
 from hpc_elastic.checkpoint.node_memory import MemorySave, NodeMemory
 from hpc_elastic.checkpoint.owner import RankGroup
 from hpc_elastic.errors import CheckpointError, ConfigError
@@ -112,8 +112,8 @@ class MemoryStore:
         try:
             base = node_memory.base_folder(tier.memory)
             self._memory = NodeMemory.of(base, number, directory)
-            entry = fencing.own_entry()
-            secret = read_bytes(RunDir(entry.parent.parent).secret) if entry else b""
+            run = fencing.own_run_dir()
+            secret = read_bytes(RunDir(run).secret) if run else b""
             self._key = hmac.digest(secret, f"checkpoint copies|{drawn}".encode(), "sha256")
             self._receiver = node_memory.Receiver(self._memory, self._key, own_addresses())
         except (OSError, ConfigError, RuntimeError) as e:  # RuntimeError: no thread can be started
@@ -393,7 +393,7 @@ class _Gathering:
                 with self._kept():
                     if f is not None and lacks:
                         f.write(data)
-        if lacks and f"xxh3_64:{checksum.hexdigest()}" != file.checksum:
+        if lacks and checksum_text(checksum) != file.checksum:
             self._problem = f"{file.name} was changed on its way"
         elif lacks:
             with self._kept():

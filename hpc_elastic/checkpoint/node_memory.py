@@ -34,7 +34,7 @@ from typing import Any, Self, TextIO
 
 import xxhash
 
-from hpc_elastic.checkpoint.manifest import MANIFEST_BYTES, FileEntry, RankPart
+from hpc_elastic.checkpoint.manifest import MANIFEST_BYTES, FileEntry, RankPart, checksum_text
 from hpc_elastic.checkpoint.store import file_problem, num_bytes_in
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, ConfigError
 from hpc_elastic.shared_files import make_folder, open_file, read_text, write_atomic
@@ -392,7 +392,7 @@ def _receive_file(connection: SignedSocket, path: Path, file: FileEntry) -> None
                 checksum.update(block[:got])
                 f.write(block[:got])
                 left -= got
-        if f"xxh3_64:{checksum.hexdigest()}" != file.checksum:
+        if checksum_text(checksum) != file.checksum:
             raise CheckpointCorruptError(f"{path.name} was changed on its way")
         staged.rename(path)
     finally:

@@ -69,10 +69,10 @@ class Owner:
         """Return this process as an owner; RunDirectoryError or OSError if it cannot be read."""
         kind = {"boundary": boundary, "keys": sorted(keys)}
         at = {"host": socket.gethostname(), "created": time.time(), "nonce": os.urandom(8).hex()}
-        entry = fencing.own_entry()
-        if entry is None:
+        path = fencing.own_run_dir()
+        if path is None:
             return cls(NO_RUN, **kind, **at)  # type: ignore[arg-type]
-        run = RunDir(entry.parent.parent.absolute())
+        run = RunDir(path.absolute())
         restarts = is_there(run.spec)
         name = run.load().run_id if restarts else f"{run.path.name}-{tag(str(run.path))}"
         return cls(name, str(run.path), restarts, **kind, **at)  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from hpc_elastic import tree_codec
-from hpc_elastic.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
+from hpc_elastic.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, checksum_text
 from hpc_elastic.checkpoint.shard_file import ShardFile
 from hpc_elastic.checkpoint.sharding import bytes_of, dtype_name, dtype_of, local
 from hpc_elastic.checkpoint.store import read_manifest
@@ -356,7 +356,7 @@ class _Checksum:
 
     def compare(self) -> None:
         self._read_until(self._entry.num_bytes)
-        if f"xxh3_64:{self._sum.hexdigest()}" != self._entry.checksum:
+        if checksum_text(self._sum) != self._entry.checksum:
             raise CheckpointCorruptError(
                 f"{self._file.path} was changed: its checksum does not match"
             )

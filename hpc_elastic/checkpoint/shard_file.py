@@ -46,6 +46,7 @@ from hpc_elastic.checkpoint.manifest import (
     TensorEntry,
     bytes_of_type,
     checksum_of,
+    checksum_text,
     own_name,
 )
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
@@ -225,7 +226,7 @@ def _entry_of(path: Path, snapshot: HostSnapshot, on_block: Callable[[int], None
         checksum.update(block)
         num_bytes += len(block)
         on_block(0)
-    return FileEntry(path.name, num_bytes, f"xxh3_64:{checksum.hexdigest()}")
+    return FileEntry(path.name, num_bytes, checksum_text(checksum))
 
 
 def _link_same(

@@ -27,7 +27,13 @@ from pathlib import Path
 import xxhash
 
 from hpc_elastic.checkpoint import owner
-from hpc_elastic.checkpoint.manifest import MANIFEST, MANIFEST_BYTES, FileEntry, Manifest
+from hpc_elastic.checkpoint.manifest import (
+    MANIFEST,
+    MANIFEST_BYTES,
+    FileEntry,
+    Manifest,
+    checksum_text,
+)
 from hpc_elastic.checkpoint.shard_file import ShardFile
 from hpc_elastic.errors import (
     CheckpointCorruptError,
@@ -364,10 +370,10 @@ def file_problem(folder: Path, entry: FileEntry, *, contents: bool = True) -> st
                 return f"{path} has {num_bytes} bytes instead of {entry.num_bytes}"
             if not contents:
                 return None
-            checksum = hashlib.file_digest(f, xxhash.xxh3_64).hexdigest()
+            checksum = hashlib.file_digest(f, xxhash.xxh3_64)
     except OSError as e:
         return f"{path} cannot be read: {e.strerror or e}"
-    if f"xxh3_64:{checksum}" != entry.checksum:
+    if checksum_text(checksum) != entry.checksum:
         return f"{path} was changed: its checksum does not match"
     return None
 
@@ -378,10 +384,10 @@ def remember_directory(directory: Path) -> None:
     Where that is not ``<run>/checkpoints``, ``<run>/saves_to/<hash of the path>`` has its absolute
     path in one line.
     """
-    entry = fencing.own_entry()
-    if entry is None:
+    path = fencing.own_run_dir()
+    if path is None:
         return
-    run = RunDir(entry.parent.parent)
+    run = RunDir(path)
     name = hashlib.sha256(str(directory).encode()).hexdigest()[:16]
     if directory != run.checkpoints and not (run.saves_to / name).exists():
         make_folder(run.saves_to)

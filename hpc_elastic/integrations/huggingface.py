@@ -588,8 +588,8 @@ def mark_of(checkpoint: Path) -> dict[str, Any]:
 
 def own_run() -> str | None:
     """Return what identifies this process's run; None outside of one."""
-    entry = fencing.own_entry()
-    return None if entry is None else str(entry.parent.parent)
+    path = fencing.own_run_dir()
+    return None if path is None else str(path)
 
 
 def _require_same_epochs(mark: dict[str, Any], sampler: ElasticSampler) -> None:

@@ -89,6 +89,12 @@ def own_entry() -> Path | None:
     return Path(mine) if mine else None
 
 
+def own_run_dir() -> Path | None:
+    """Return the directory of this worker's run; None outside of a run."""
+    mine = own_entry()
+    return None if mine is None else mine.parent.parent
+
+
 def entry_path(folder: Path, which: int) -> Path:
     """Return the file of an entry."""
     return folder / f"entry.{which}.json"

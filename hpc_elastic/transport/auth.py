@@ -206,15 +206,15 @@ def peers_secret() -> bytes:
 
     It is derived from the run's secret, and outside of a run from the user's. Raises OSError.
     """
-    from hpc_elastic.run.fencing import own_entry  # not in a manager server process
+    from hpc_elastic.run.fencing import own_run_dir  # not in a manager server process
 
-    entry = own_entry()
-    if entry is None:
+    run = own_run_dir()
+    if run is None:
         return user_secret("peers")
     from hpc_elastic.run.directory import RunDir
     from hpc_elastic.shared_files import read_bytes
 
-    return sign(read_bytes(RunDir(entry.parent.parent).secret), "peers").encode()
+    return sign(read_bytes(RunDir(run).secret), "peers").encode()
 
 
 def of_generation(secret: bytes, generation: int) -> bytes:

@@ -52,7 +52,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -210,7 +210,7 @@ class FailurePolicy(FailureCounters):
         self._loss_round = round_
         is_first = self._num_lost in (1, num_members) and not self._is_blamed(round_)
         self.gone[agent.task] = LostNode(agent.host, why, round_, is_first)
-        if max(1, num_members // _TOGETHER) < self._num_lost < num_members:
+        if self._num_lost == max(1, num_members // _TOGETHER) + 1 < num_members:
             for task, lost in self.gone.items():
                 self.gone[task] = replace(lost, is_first=lost.is_first and lost.round != round_)
 
@@ -231,14 +231,14 @@ class FailurePolicy(FailureCounters):
         self.gone[state.task] = replace(lost, why=why, is_first=lost.is_first or is_killed)
 
     def judge_loss(
-        self, agent: Agent, last: int, hosts: Collection[str]
+        self, agent: Agent, last: int, hosts: Callable[[], Collection[str]]
     ) -> tuple[list[Effect], RunEnding | None]:
         """Judge the last loss of a task, the attempt ``last``, whose next agent joins."""
         lost = self.gone.pop(agent.task, None)
         if lost is None or agent.attempt <= last:
             return [], None
-        suspect = {lost.host: (1, "fell silent")} if lost.is_suspect else {}
-        effects = self._strike(suspect, hosts)
+        suspect = {lost.host: (1, "fell silent")}
+        effects = self._strike(suspect, hosts()) if lost.is_suspect else []
         if lost.is_first:
             self.losses += 1
         if not lost.is_first or self.losses <= self.rules.max_failed_rounds:

@@ -51,6 +51,7 @@ forms in ten thousand small steps.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -285,6 +286,7 @@ class RunState:
         self.reach = Reachability()
         self.left_out: tuple[Agent, ...] = ()  # they do not reach all others (`reachability`)
         self.done: set[Agent] = set()  # members whose workers have all returned
+        self._oldest = math.inf  # since when one of the agents waits; not after any of those here
         self.not_before = 0.0  # no round may close before this time (`leader_state`)
         self.short_since: float | None = None  # since when fewer than min nodes train, if they do
         self._booting_at = 0.0
@@ -357,6 +359,7 @@ class RunState:
         went_on = agent in self.participants.pending_rejoin and not self.participants.is_lost(agent)
         self.participants.add(agent, self.ranks, now)
         self.participants.requests[agent] = request
+        self._oldest = min(self._oldest, self._waits_since(agent))
         self.recovery.on_join(agent)
         self.backoff.requeued.pop(agent.task, None)
         if went_on:  # the event of the round is that of all its members
@@ -368,7 +371,7 @@ class RunState:
         if self.phase in (RoundPhase.ENDED, RoundPhase.DISBANDED):
             return [], None
         last = self.participants.lost.get(agent.task, agent.attempt)
-        return self.policy.judge_loss(agent, last, self.hosts)
+        return self.policy.judge_loss(agent, last, lambda: self.hosts)
 
     def lose(self, agent: Agent, why: str, *, announced: bool = False) -> list[Effect]:
         """Note that an agent was lost, or has left on its own."""
@@ -662,10 +665,11 @@ class RunState:
     def is_short_for_too_long(self, now: float) -> bool:
         """Whether the nodes have been fewer than min nodes for too long."""
         since = self._waiting_since(now) if self.short_since is None else self.short_since
-        since = max(since, self._booting_at)
-        oldest = min(map(self._waits_since, self.participants.joined), default=now)
-        is_over = self.backoff.is_over
-        return self.is_short and (is_over(now - since) or is_over(now - oldest, longest=True))
+        since, is_over = max(since, self._booting_at), self.backoff.is_over
+        if is_over(now - self._oldest, longest=True):  # it may have left meanwhile
+            self._oldest = min(map(self._waits_since, self.participants.joined), default=math.inf)
+        waits = is_over(now - since) or is_over(now - self._oldest, longest=True)
+        return waits and self.is_short
 
     @property
     def _is_booting(self) -> bool:

@@ -3,6 +3,12 @@
 Growth, Slurm's word and the nodes that are too few have tests of their own.
 """
 
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
 from groups import (
     A,
     B,
@@ -353,3 +359,49 @@ def test_a_round_of_the_same_members_has_no_event_for_each_of_them():
     m.agent_lost(B, LossReason.SILENT, 1.2)
     assert [n.fields["host"] for n in notes(m.join(B, 1.3), "joined")] == [B.host]
     assert [n.fields["host"] for n in notes(m.join(D, 1.4), "joined")] == [D.host]
+
+
+# ---- large groups -------------------------------------------------------------------------
+
+
+def instructions_of(work: Callable[[], object]) -> int:
+    """How many instructions of Python some work takes."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("below_min_timeout_s", [None, 300.0])
+def test_the_work_for_an_agent_does_not_grow_with_their_number(below_min_timeout_s):
+    """That joins, is lost with all others, and joins as another attempt; the run has one size."""
+
+    def work(number: int) -> list[int]:
+        m = machine(
+            min_nodes=number, max_nodes=number, max_requeues=5,
+            below_min_timeout_s=below_min_timeout_s,
+        )  # fmt: skip
+        first = [Agent(f"7_{slot}", 0, slot, f"node{slot}", 1) for slot in range(number)]
+        again = [replace(agent, attempt=1) for agent in first]
+        silent = LossReason.SILENT
+        done = [
+            instructions_of(lambda: [m.join(agent, 0.0) for agent in first]),
+            instructions_of(lambda: [m.agent_lost(agent, silent, 9.0) for agent in first]),
+            instructions_of(lambda: [m.join(agent, 20.0) for agent in again]),
+        ]
+        assert m.run.phase is RoundPhase.RUNNING and m.run.entry.round == 2
+        return done
+
+    few, many = work(50), work(200)
+    assert all(most < 4 * least * 1.1 for least, most in zip(few, many, strict=True)), (few, many)

@@ -64,7 +64,8 @@ group (time, nodes, world_size of each change), tasks (task, slot, state, reason
 ranks, time_left_s, starts_in_s, last_known: its last known state if Slurm does not answer),
 why_waits (why its first task waits, while no group trains), next_node (of the next waiting task,
 null if none waits: at, by Slurm's plan; not_before; why; learned, the quantiles p10, p50 and p90 of
-its start; learned_from), step, total_steps, loss, samples, steps_per_s, samples_per_s, remaining_s,
+its start; learned_from; shorter_s and shorter_at: a time limit with which it could start sooner),
+step, total_steps, loss, samples, steps_per_s, samples_per_s, remaining_s,
 checkpoint (step, time, kept, age_s),
 restarts, max_restarts, departures (number of attempts that ended: preempted, requeued, time_limit,
 cancelled, asked, node_lost, silence, nodes_requeued, agent_failed, end, ...), stragglers (rank,
@@ -319,6 +320,15 @@ def _nodes(details: RunDetails, nodes: tuple[int, int, int], width: int) -> Text
 
 
 def _next_node(expected: ExpectedStart, now: float) -> Text:
+    text = _next_start(expected, now)
+    if expected.shorter_s is not None and expected.shorter_at is not None:
+        left_s = expected.shorter_at - now
+        when = f"in {duration(left_s)}" if left_s >= 1.0 else "now"
+        text.append(f"; with launcher.time={expected.shorter_s // 60:.0f} {when}")
+    return text
+
+
+def _next_start(expected: ExpectedStart, now: float) -> Text:
     if expected.learned is not None:
         return Text(f"{span(expected.learned, now)}, {expected.learned_from}")
     if expected.at is not None:

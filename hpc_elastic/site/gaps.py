@@ -438,7 +438,8 @@ class ExpectedStart:
 
     ``at`` is when Slurm expects it, or ``why`` is the reason. ``not_before`` is None if it may
     start at any time. ``learned`` is the start by how long jobs really run, and ``learned_from``
-    says from what, or why not.
+    says from what, or why not. With a time limit of ``shorter_s`` a task could start at
+    ``shorter_at``, which is sooner.
     """
 
     at: float | None = None
@@ -446,6 +447,8 @@ class ExpectedStart:
     why: str | None = None
     learned: StartTimes | None = None
     learned_from: str | None = None
+    shorter_s: float | None = None
+    shorter_at: float | None = None
 
 
 def expected_start(tasks: Iterable[TaskState], now: float) -> ExpectedStart | None:
@@ -546,4 +549,10 @@ def next_start(
     found = outlook(states, jobs, now)
     learned = learned_starts(found, jobs, terms, (1,), runs, now, partitions=names, own=own)
     note = runs.describe_record(is_learned=bool(learned))
-    return replace(expected, learned=learned.get(1), learned_from=note)
+    expected = replace(expected, learned=learned.get(1), learned_from=note)
+    best = soonest(shapes(outlook(states, ahead, now), [terms], (1,), now))
+    if launcher.time_min or best is None or best.limit_s == terms.limit_s:
+        return expected
+    at, middle = best.starts_at, expected.learned.p50 if expected.learned else expected.at
+    is_sooner = at is not None and (middle is None or at < middle - SAME_S)
+    return replace(expected, shorter_s=best.limit_s, shorter_at=at) if is_sooner else expected

@@ -207,6 +207,26 @@ def test_the_next_start_is_learned_from_jobs_that_ended(tmp_path):
     assert found.learned_from == "by time limits: nothing is learned from 0 ended jobs (squeue)"
 
 
+@pytest.mark.parametrize(
+    ("settings", "in_min"),
+    [({}, None), ({}, 110), ({}, 20.5), ({"time_min": "5"}, 110), ({"time": "8"}, 110)],
+)
+def test_a_shorter_time_limit_is_named_if_a_task_starts_sooner_with_it(tmp_path, settings, in_min):
+    """Ten minutes fit before job 4; not for a task that starts then anyway, or fits already."""
+    run, client, now = made(tmp_path, **{"time": "60", **settings}), Busy(), time.time()
+    client.job_runs = lambda: ([], "squeue")
+    planned = ExpectedStart(None if in_min is None else now + 60 * in_min)
+    found = next_start(run.load(), planned, client)
+    if settings or in_min == 20.5:
+        assert (found.shorter_s, found.shorter_at) == (None, None)
+    else:
+        assert (found.shorter_s, found.shorter_at) == (600, pytest.approx(now + 1200, abs=5))
+        details = read_details(read_view(run.path, slurm(RUNS, WAITS)))
+        text = shown(replace(details, next_node=found))
+        assert "with launcher.time=10 in 20 min" in " ".join(text.split())
+        assert not not_in_help("status", {key: 1 for key in vars(found)})
+
+
 def test_a_local_run_waits_for_no_job_of_slurm(tmp_path):
     """Its launcher starts a lost node again at a time that it knows."""
     local = resolve({"launcher": {"backend": "local"}})

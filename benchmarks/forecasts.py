@@ -14,7 +14,7 @@ import numpy as np
 from evidence.result import Column, Figure, Result, Table, Target
 from evidence.show import about, options, present
 
-from hpc_elastic.site.forecast import Demand, RunTimes, StartTimes, play_queue, sample_starts
+from hpc_elastic.site.queue_model import Demand, RunTimes, StartTimes, play_queue, sample_starts
 from hpc_elastic.slurm.parsing import JobRun, QueuedJob
 
 DAY_S, NEAR_S, LEAST, MOST, NUM_FREE = 86_400.0, 60.0, 75.0, 85.0, 256

@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from hpc_elastic.config.schema import SlurmSettings
 from hpc_elastic.run import index_of, job_of, queue_name
 from hpc_elastic.run.directory import Pool, RunSpec
-from hpc_elastic.site.gaps import gap_ends
+from hpc_elastic.site.forecast import gap_ends
 from hpc_elastic.site.nodes import NodeState
 from hpc_elastic.slurm import parsing
 from hpc_elastic.slurm.client import SlurmClient

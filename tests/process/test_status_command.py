@@ -25,7 +25,7 @@ from hpc_elastic.run import registry
 from hpc_elastic.run.directory import Entry, RunDir, Submission
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.site import StartTimes, next_start
-from hpc_elastic.site.gaps import ExpectedStart
+from hpc_elastic.site.forecast import ExpectedStart
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.parsing import RESERVED, JobRun, Partition, Qos, QueuedJob
 from hpc_elastic.slurm.scheduler import QueueSnapshot

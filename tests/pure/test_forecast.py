@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from hpc_elastic.config.schema import SlurmSettings
-from hpc_elastic.site.gaps import (
+from hpc_elastic.site.forecast import (
     NO_RESERVE_S,
     NodeOutlook,
     Shape,

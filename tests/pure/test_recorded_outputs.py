@@ -10,7 +10,7 @@ import pytest
 from hpc_elastic.config.schema import SlurmSettings
 from hpc_elastic.errors import ConfigError, SlurmCommandError, SubmissionError
 from hpc_elastic.launcher.batch_script import explain
-from hpc_elastic.site.gaps import TaskTerms, outlook, shapes
+from hpc_elastic.site.forecast import TaskTerms, outlook, shapes
 from hpc_elastic.slurm import client as slurm_client
 from hpc_elastic.slurm import parsing
 from hpc_elastic.slurm.job_state import Phase

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_elastic.site.forecast import Demand, RunTimes, StartTimes, Survival, play_queue
-from hpc_elastic.site.gaps import TaskTerms, learned_starts, outlook
+from hpc_elastic.site.forecast import TaskTerms, learned_starts, outlook
+from hpc_elastic.site.queue_model import Demand, RunTimes, StartTimes, Survival, play_queue
 from hpc_elastic.slurm.parsing import RESERVED, JobRun, QueuedJob, parse_runs
 
 NOW, HOUR = 1_900_000_000.0, 3600.0

@@ -6,7 +6,7 @@ import pytest
 
 from hpc_elastic.run.directory import Entry
 from hpc_elastic.site import limits as time_slots
-from hpc_elastic.site.gaps import gap_ends
+from hpc_elastic.site.forecast import gap_ends
 from hpc_elastic.site.limits import LADDER_S, LimitFitter, TimeSlots
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.parsing import RESERVED, QueuedJob

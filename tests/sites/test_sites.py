@@ -15,7 +15,7 @@ from hpc_elastic.launcher import control, submit
 from hpc_elastic.launcher.follow import EndDecision
 from hpc_elastic.report.run_view import read_view
 from hpc_elastic.run.registry import mark_cancelled
-from hpc_elastic.site.gaps import expected_start
+from hpc_elastic.site.forecast import expected_start
 from hpc_elastic.site.siblings import NodeSupply, QueuedRun, why_blocked
 from hpc_elastic.slurm import quarantine, requeue, run_tasks
 from hpc_elastic.slurm.exit_action import ExitAction

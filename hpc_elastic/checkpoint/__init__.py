@@ -10,7 +10,7 @@
 - `save`          one save: write, commit, or take back
 - `snapshot`      host buffers
 - `state`         the user's objects as a tree of tensors and values, what is trained and missing
-                  there, and the random number generators of a process
+                  there; `generators` has the random number generators of a process
 - `sharding`      which rank writes what
 - `equality`      one checkpoint of what all ranks wrote, where what is stored once is the same
 - `shard_file`    the file of a rank: its layout, written past the page cache, and read

@@ -187,7 +187,7 @@ class EndDecision:
 
     Attributes:
         since: When it was first seen without a task, on the caller's clock; None if it has one.
-            Minus infinity at the beginning: a run that was never seen with a task has ended.
+            Begin with minus infinity where a run that is never seen with a task has ended.
     """
 
     since: float | None = None

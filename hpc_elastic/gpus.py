@@ -5,6 +5,8 @@ The GPUs that a task was given stand in its environment: `hpc_elastic.slurm.envi
 
 from __future__ import annotations
 
+import importlib.util
+import runpy
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -32,6 +34,18 @@ def driver_gpus() -> list[Path]:
         with suppress(OSError):  # a cgroup may hide it
             found += [path.parent] if path.read_text().strip() not in ("", "0") else []
     return found
+
+
+def can_be_used_by_torch() -> bool:
+    """Return whether the installed torch is built for GPUs; its file says so, without an import."""
+    try:
+        found = importlib.util.find_spec("torch")
+        if found is None or found.origin is None:
+            return True
+        version = runpy.run_path(str(Path(found.origin).with_name("version.py")))
+    except Exception:  # whatever the file holds: torch itself will tell
+        return True
+    return any(version.get(kind) for kind in ("cuda", "hip", "rocm", "xpu"))
 
 
 def has_nvidia_smi() -> bool:

@@ -32,7 +32,7 @@ from hpc_elastic.checkpoint.node_memory import AgentFolder
 from hpc_elastic.config.schema import Nproc
 from hpc_elastic.data.batch import THROUGHPUT_UNIT
 from hpc_elastic.ft.manager_server import STORE_KEY
-from hpc_elastic.gpus import driver_gpus
+from hpc_elastic.gpus import can_be_used_by_torch, driver_gpus
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.failure_policy import LONGEST_EXCLUDED_S
 from hpc_elastic.rendezvous.follower_state import REMOVED
@@ -428,8 +428,9 @@ def num_workers(wanted: Nproc, cpus: int, num_gpus: int | None, *, is_local: boo
 
 
 def _count_gpus() -> int:
-    """Return how many GPUs torch sees, in a process of its own; 0 where the machine shows none."""
-    if not driver_gpus() and not granted_gpus(os.environ):
+    """Return how many GPUs torch sees, in a process of its own, if there can be any."""
+    has_some = driver_gpus() or granted_gpus(os.environ)
+    if not has_some or not can_be_used_by_torch():
         return 0
     count = "import torch; print(torch.cuda.device_count())"
     done = _util.run([sys.executable, "-P", "-c", count], timeout_s=_COUNT_S)

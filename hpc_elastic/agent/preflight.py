@@ -180,7 +180,7 @@ def check_gpu_arithmetic(
     (``launcher.agent.numa``) is given and they are known, the CPUs near each. An OSError, if the
     process cannot be started, shows nothing about the GPUs.
     """
-    if not granted:
+    if not granted or not gpus.can_be_used_by_torch():
         return None
     try:
         check = [sys.executable, "-P", "-m", "hpc_elastic.agent.gpu_check", *filter(None, [numa])]

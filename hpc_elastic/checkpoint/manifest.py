@@ -217,12 +217,12 @@ _OWN_NAME = re.compile(r"([^/]*)~rank(\d+)((?:/.*)?)", re.DOTALL)
 
 def checksum_of(data: bytes | memoryview) -> str:
     """Return the checksum of some bytes, as `FileEntry` has it."""
-    return checksum_text(xxhash.xxh3_64(data))
+    return checksum_text(xxhash.xxh3_64_hexdigest(data))
 
 
-def checksum_text(checksum: xxhash.xxh3_64) -> str:
-    """Return a checksum as `FileEntry` has it."""
-    return f"xxh3_64:{checksum.hexdigest()}"
+def checksum_text(digits: str) -> str:
+    """Return a checksum, given in hexadecimal digits, as `FileEntry` has it."""
+    return f"xxh3_64:{digits}"
 
 
 _PRIME = (1 << 127) - 1

@@ -393,7 +393,7 @@ class _Gathering:
                 with self._kept():
                     if f is not None and lacks:
                         f.write(data)
-        if lacks and checksum_text(checksum) != file.checksum:
+        if lacks and checksum_text(checksum.hexdigest()) != file.checksum:
             self._problem = f"{file.name} was changed on its way"
         elif lacks:
             with self._kept():

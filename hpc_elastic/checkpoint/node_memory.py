@@ -392,7 +392,7 @@ def _receive_file(connection: SignedSocket, path: Path, file: FileEntry) -> None
                 checksum.update(block[:got])
                 f.write(block[:got])
                 left -= got
-        if checksum_text(checksum) != file.checksum:
+        if checksum_text(checksum.hexdigest()) != file.checksum:
             raise CheckpointCorruptError(f"{path.name} was changed on its way")
         staged.rename(path)
     finally:

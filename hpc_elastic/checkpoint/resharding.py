@@ -356,7 +356,7 @@ class _Checksum:
 
     def compare(self) -> None:
         self._read_until(self._entry.num_bytes)
-        if checksum_text(self._sum) != self._entry.checksum:
+        if checksum_text(self._sum.hexdigest()) != self._entry.checksum:
             raise CheckpointCorruptError(
                 f"{self._file.path} was changed: its checksum does not match"
             )

@@ -226,7 +226,7 @@ def _entry_of(path: Path, snapshot: HostSnapshot, on_block: Callable[[int], None
         checksum.update(block)
         num_bytes += len(block)
         on_block(0)
-    return FileEntry(path.name, num_bytes, checksum_text(checksum))
+    return FileEntry(path.name, num_bytes, checksum_text(checksum.hexdigest()))
 
 
 def _link_same(

@@ -370,7 +370,7 @@ def file_problem(folder: Path, entry: FileEntry, *, contents: bool = True) -> st
                 return f"{path} has {num_bytes} bytes instead of {entry.num_bytes}"
             if not contents:
                 return None
-            checksum = hashlib.file_digest(f, xxhash.xxh3_64)
+            checksum = hashlib.file_digest(f, xxhash.xxh3_64).hexdigest()
     except OSError as e:
         return f"{path} cannot be read: {e.strerror or e}"
     if checksum_text(checksum) != entry.checksum:

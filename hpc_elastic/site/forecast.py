@@ -553,6 +553,7 @@ def next_start(
     best = soonest(shapes(outlook(states, ahead, now), [terms], (1,), now))
     if launcher.time_min or best is None or best.limit_s == terms.limit_s:
         return expected
-    at, middle = best.starts_at, expected.learned.p50 if expected.learned else expected.at
-    is_sooner = at is not None and (middle is None or at < middle - SAME_S)
-    return replace(expected, shorter_s=best.limit_s, shorter_at=at) if is_sooner else expected
+    sooner, middle = best.starts_at, expected.learned.p50 if expected.learned else expected.at
+    if sooner is None or (middle is not None and sooner >= middle - SAME_S):
+        return expected
+    return replace(expected, shorter_s=best.limit_s, shorter_at=sooner)

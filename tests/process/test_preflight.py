@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from hpc_elastic.agent.preflight import (
     judge_gpus,
 )
 from hpc_elastic.config.schema import BACKENDS, NodeRange, RunSettings
-from hpc_elastic.gpus import Gpu
+from hpc_elastic.gpus import Gpu, can_be_used_by_torch
 from hpc_elastic.run.directory import RunDir
 
 GOOD = "0, GPU-aa, 81559, 4, 30\n1, GPU-bb, 81559, 4, 30\n"
@@ -325,6 +326,7 @@ def gpus(monkeypatch):
             gpu_check, "ThreadPoolExecutor", lambda _: contextlib.nullcontext(in_turn)
         )
         monkeypatch.setattr(torch.version, "cuda", "12.4")
+        monkeypatch.setattr(preflight.gpus, "can_be_used_by_torch", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: num)
         monkeypatch.setattr(_util, "run", run)
 
@@ -373,6 +375,7 @@ def stand_in(tmp_path, monkeypatch):
     def install(script: str) -> None:
         (tmp_path / "torch.py").write_text(script)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setattr(preflight.gpus, "can_be_used_by_torch", lambda: True)
 
     return install
 
@@ -416,10 +419,32 @@ def test_a_gpu_that_does_not_answer_is_a_problem(stand_in, monkeypatch):
     assert problem.check == "arithmetic" and "is not done after" in problem.reason
 
 
-def test_without_gpus_no_process_is_started(monkeypatch):
-    """There is nothing to check."""
+@pytest.mark.skipif(can_be_used_by_torch(), reason="this torch is built for GPUs")
+@pytest.mark.parametrize("granted", [[], ["0"]])
+def test_without_gpus_no_process_is_started(granted, monkeypatch):
+    """There is nothing to check, also where torch is built for CPUs alone."""
     monkeypatch.setattr(_util, "run", None)
-    assert check_gpu_arithmetic([]) is None
+    assert check_gpu_arithmetic(granted) is None
+
+
+def test_a_file_of_torch_says_whether_it_is_built_for_gpus():
+    """If this fails, the file has another name, or other contents."""
+    kinds = ("cuda", "hip", "rocm", "xpu")
+    assert can_be_used_by_torch() == any(getattr(torch.version, kind, None) for kind in kinds)
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("cuda = '13.0'", True), ("cuda = hip = None", False), ("cuda = (", True)],
+)
+def test_torch_is_not_imported_to_know_that(version, expected, tmp_path, monkeypatch):
+    """A file that cannot be read leaves it open, so the GPUs are checked."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError")
+    (tmp_path / "torch" / "version.py").write_text(version)
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert can_be_used_by_torch() == expected
 
 
 def test_a_process_that_can_not_be_started_says_nothing_of_the_gpus(tmp_path, monkeypatch, caplog):
@@ -430,6 +455,7 @@ def test_a_process_that_can_not_be_started_says_nothing_of_the_gpus(tmp_path, mo
 
     monkeypatch.setattr(preflight, "check_gpus", lambda *_, **__: None)
     monkeypatch.setattr(_util, "run", run)
+    monkeypatch.setattr(preflight.gpus, "can_be_used_by_torch", lambda: True)
     assert Preflight(tmp_path, ["0"], shared=True).problems() == []
     assert "no more processes" in caplog.text
 
@@ -471,6 +497,7 @@ def test_the_preflight_has_the_cpus_near_each_gpu(
 
     monkeypatch.setattr(preflight, "check_gpus", lambda *_, **__: None)
     monkeypatch.setattr(_util, "run", run)
+    monkeypatch.setattr(preflight.gpus, "can_be_used_by_torch", lambda: True)
     checks = Preflight(tmp_path, ["0", "1"], shared=True, numa=numa)
     assert (checks.problems(), checks.cpus) == ([], expected)
     assert asked == ([] if numa is None else [numa])
@@ -507,4 +534,5 @@ def test_what_is_told_of_a_slow_gpu_keeps_no_node_out(monkeypatch):
     answer = '{"problem": null, "slow": "GPU 1 computes at 40%", "cpus": []}'
     done = subprocess.CompletedProcess([], 0, answer, "")
     monkeypatch.setattr(_util, "run", lambda *_, **__: done)
+    monkeypatch.setattr(preflight.gpus, "can_be_used_by_torch", lambda: True)
     assert check_gpu_arithmetic(["0", "1"]) == Problem("gpus", "GPU 1 computes at 40%", False)

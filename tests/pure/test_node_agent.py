@@ -27,6 +27,7 @@ def test_workers_of_a_node(wanted, gpus, expected, monkeypatch):
     """A number is taken as it is; the words go by torch's GPUs and Slurm's CPUs."""
     assert num_workers(wanted, 16, gpus) == expected
     monkeypatch.setattr(module, "driver_gpus", lambda: ["a GPU"])
+    monkeypatch.setattr(module, "can_be_used_by_torch", lambda: True)
     counted = CompletedProcess([], 0, f"a note of torch's\n{gpus}\n", "")
     monkeypatch.setattr(module._util, "run", lambda *_, **__: counted)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")

@@ -130,7 +130,11 @@ class FollowerState:
         return self._send_to_leader(report)
 
     def add_notice(self, notice: messages.PreemptionNotice, now: float) -> list[Effect]:
-        """Put this node under notice; the first reason and the earliest deadline count."""
+        """Put this node under notice; the first reason and the earliest deadline count.
+
+        For the run a SIGTERM at the end of the wall time is that end. The agent, which has to ask
+        Slurm what a signal means, keeps the signal (`agent.preemption.merged`).
+        """
         known = self._notice
         if self._over or (known is not None and known.by <= notice.by):
             return []

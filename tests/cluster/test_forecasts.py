@@ -104,6 +104,8 @@ def test_the_forecast_comes_true(slurm, queue, sweep, tmp_path):
         return at is not None and at - time.time() == pytest.approx(3 * HOUR, abs=300)
 
     eventually(is_planned, "the second task is planned in three hours")
+    found = command(slurm, tmp_path, "status", "--json", run.run())["next_node"]
+    assert found["shorter_s"] < HOUR * 2 / 3 and found["shorter_at"] - time.time() < HOUR
     run.process.terminate()
 
 

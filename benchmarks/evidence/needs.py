@@ -61,6 +61,11 @@ HOLES = Need(
     (Path(__file__).parents[1] / "harvest" / "holes.npz").exists,
     "put it at benchmarks/harvest/holes.npz, in the form of harvest/holes.py",
 )
+SOURCES = Need(
+    "the sources of known scripts",
+    Path("known-sources").is_dir,
+    "python benchmarks/known_scripts.py prints the commands that fetch them into known-sources",
+)
 KERNEL_PROGRAMS = {
     "linux.uml": "user-mode-linux",
     "modprobe": "kmod",

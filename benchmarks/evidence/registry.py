@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evidence.needs import HOLES, KERNELS, LOOK_UP, NFS_CLIENTS, SANDBOX, Need, package
+from evidence.needs import HOLES, KERNELS, LOOK_UP, NFS_CLIENTS, SANDBOX, SOURCES, Need, package
 
 HERE = Path(__file__).resolve().parents[1]
 
@@ -53,6 +53,8 @@ BENCHMARKS: tuple[Benchmark, ...] = (
               "--minutes 8 --loads 0.9 --only nobody,ours,rigid-4", 65,
               (*SANDBOX, SUBMITIT_LAUNCHER), repeats=False),
     Benchmark("start", "start.py", "--repeats 3", "--repeats 1", 5, SANDBOX),
+    Benchmark("known-scripts", "known_scripts.py", "", "--only mnist,nanoGPT", 60,
+              (SOURCES,), repeats=False),
     Benchmark("strangers", "strangers.py", "--repeats 3", "--repeats 1", 2),
     Benchmark("compile-cache", "compile_cache.py", "--repeats 3", "--repeats 1", 8),
     Benchmark("rendezvous-scale", "rendezvous_scale.py",

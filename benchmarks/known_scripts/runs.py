@@ -224,18 +224,21 @@ class Torchrun:
                 endpoint = f"127.0.0.1:{free.getsockname()[1]}"
             place = [f"--nnodes=1:{script.workers}", "--nproc-per-node=1", "--rdzv-id=1"]
             place += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
-            place += [f"--rdzv-conf={torchrun.conf(torchrun.TUNED)}"]
             num_agents = script.workers
         logs = ["--redirects=3", f"--log-dir={self.outputs}", "--max-restarts=9"]
-        self._argv = [str(torchrun.TORCHRUN), *logs, *place, *command]
-        self._agents = [self._agent() for _ in range(num_agents)]
+        self._options, self._command = [*logs, *place], command
+        self._agents = [self._agent(is_host=not number) for number in range(num_agents)]
         self._is_changing = False
 
-    def _agent(self) -> subprocess.Popen[bytes]:
+    def _agent(self, *, is_host: bool) -> subprocess.Popen[bytes]:
+        """Start an agent; the store is on the first node, which is never taken."""
+        conf = torchrun.conf({**torchrun.TUNED, "is_host": int(is_host)})
+        settings = [] if "--standalone" in self._options else [f"--rdzv-conf={conf}"]
+        argv = [str(torchrun.TORCHRUN), *self._options, *settings, *self._command]
         with (self._work.parent / "launcher.log").open("ab") as log:
             return subprocess.Popen(
-                self._argv, cwd=self._work, env=self._env | torchrun.UNSHARED, stdout=log,
-                stderr=log, stdin=subprocess.DEVNULL,
+                argv, cwd=self._work, env=self._env | torchrun.UNSHARED, stdout=log, stderr=log,
+                stdin=subprocess.DEVNULL,
             )  # fmt: skip
 
     def code(self) -> int | None:
@@ -251,7 +254,7 @@ class Torchrun:
             self.come_back()
 
     def come_back(self) -> None:
-        self._agents[-1] = self._agent()
+        self._agents[-1] = self._agent(is_host=len(self._agents) == 1)
         self._is_changing = False
 
     def kill(self) -> None:

@@ -45,6 +45,8 @@ class SandboxConfig:
         grace_s: Seconds between a preemption's first SIGTERM and its second.
         kill_wait_s: Seconds between a job's SIGTERM and its SIGKILL.
         cpus_per_node: CPUs that each node claims, whatever the machine has.
+        memory_mb: Megabytes of memory that the nodes claim, in order. The last one is that of
+            further nodes, too.
         max_array_size: Slurm's MaxArraySize; the largest task id is one less.
         slurmd_timeout_s: Seconds of silence after which Slurm doubts a node. It marks the node down
             once a few of its own messages have timed out too: with 10 and 5 after about 20 s. Keep
@@ -75,6 +77,7 @@ class SandboxConfig:
     grace_s: int = 5
     kill_wait_s: int = 5
     cpus_per_node: int = 8
+    memory_mb: tuple[int, ...] = (65536,)
     max_array_size: int = 1001
     slurmd_timeout_s: int = 10
     message_timeout_s: int = 5
@@ -360,13 +363,13 @@ def _accounting_lines(layout: Layout) -> list[str]:
 
 
 def _node_lines(config: SandboxConfig, layout: Layout) -> list[str]:
-    shape = f"CPUs={config.cpus_per_node} RealMemory=65536"
+    memory_mb = (*config.memory_mb, *[config.memory_mb[-1]] * config.nodes)
     has_shards = any("shard:" in gres for gres in config.gres.values())
     types = [f"GresTypes=gpu{',shard' * has_shards}"] if any(config.gres.values()) else []
     return types + [
-        f"NodeName={node} NodeAddr={layout.address(node)} {shape}"
-        f"{gres and f' Gres={gres}'} State=UNKNOWN"
-        for node, gres in config.gres.items()
+        f"NodeName={node} NodeAddr={layout.address(node)} CPUs={config.cpus_per_node} "
+        f"RealMemory={memory}{gres and f' Gres={gres}'} State=UNKNOWN"
+        for (node, gres), memory in zip(config.gres.items(), memory_mb, strict=False)
     ]
 
 

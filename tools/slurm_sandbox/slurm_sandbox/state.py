@@ -20,7 +20,7 @@ from .processes import Process, SandboxError, wait_until
 
 DEFAULT_ROOT = Path("/run/hpc-elastic-sandbox")
 _LOCK_TIMEOUT_S = 180.0
-_TUPLES = ("gpus", "open_paths", "extra_lines")
+_TUPLES = ("gpus", "memory_mb", "open_paths", "extra_lines")
 
 
 class NotUpError(SandboxError):

@@ -50,9 +50,12 @@ _log = logging.getLogger(__name__)
 NICE = 100_000_000
 """What is taken from the priority of the run's tasks: more than what sites add up to one."""
 CHECK_S = 20.0
-"""Seconds between two queries of the queue."""
+"""Seconds between two queries of the queue, while jobs of others wait."""
+CHECK_SELDOM_S = 30.0
+"""The same while none waits. What lists the queue lists the user's other runs too, so that a leader
+calls no more commands then than one that does not give way (`Neighbours.listed`)."""
 NODES_S = 60.0
-"""Seconds between two queries of the nodes, while jobs of others wait."""
+"""Seconds between two queries of the nodes and of the reservations, while jobs of others wait."""
 _MOST = 500
 """Waiting jobs that are looked at, the first ones, as by backfill (bf_max_job_test)."""
 _NEVER_LEFT_S = 900.0
@@ -292,31 +295,36 @@ class Neighbours:
     """Queries the queue for a run that gives way, and sets the nice value of its tasks.
 
     For one thread at a time; see `policy.QueuePolicy`. Calls raise `SlurmError` where Slurm does
-    not answer. ``own`` returns the job ids of the user's runs that request the same nodes, which
-    have rules of their own (`site.siblings`).
+    not answer.
     """
 
-    def __init__(
-        self, run: RunDir, spec: RunSpec, client: SlurmClient, own: Callable[[], Iterable[str]]
-    ) -> None:
+    def __init__(self, run: RunDir, spec: RunSpec, client: SlurmClient) -> None:
         launcher = spec.settings.launcher
         assert isinstance(launcher, SlurmSettings)
         self._file = run.given_back
         self._spec = spec
         self._client = client
-        self._own = own
         self._rule = GiveWay(0.0, None if spec.has_whole_nodes else _share(launcher))
         self._first_slot = 0 if launcher.give_way == "all" else spec.settings.nodes.min
         self._nice = NICE + int(launcher.sbatch.get("nice") or 0)
         self._done: set[str] = set()
         """Tasks that Slurm tries after the jobs of others."""
         self._nodes: Mapping[str, NodeKind] = {}
+        self._reserved: Sequence[QueuedJob] = ()
+        self._jobs: Sequence[QueuedJob] = ()
+        self._listed_at = -math.inf
         self._next_check = self._next_nodes = 0.0
         self._written = ""
         self._config: Mapping[str, str] | None = None
 
-    def check(self, returnable: Sequence[tuple[str, str]]) -> list[NodeReturn]:
-        """Return what is to be given back; nothing if the last check was too recent."""
+    def check(
+        self, returnable: Sequence[tuple[str, str]], siblings: Callable[[], Iterable[str]]
+    ) -> list[NodeReturn]:
+        """Return what is to be given back; nothing if the last check was too recent.
+
+        ``siblings`` returns the job ids of the user's runs that request the same nodes, which have
+        rules of their own (`site.siblings`).
+        """
         now = time.time()
         if now < self._next_check:
             return []
@@ -331,8 +339,10 @@ class Neighbours:
             self._config = self._client.config()
         if parsing.hides_jobs(self._config):
             return []
-        jobs, own = self._client.jobs_with_needs(), {*self._own(), *jobs_of(self._spec)}
+        jobs, own = self._client.jobs_with_needs(), {*siblings(), *jobs_of(self._spec)}
+        self._jobs, self._listed_at = jobs, now
         if not self._rule.waiting(jobs, own):
+            self._next_check = now + CHECK_SELDOM_S
             return []
         if now >= self._next_nodes:
             if not self._nodes:
@@ -342,12 +352,18 @@ class Neighbours:
             found = self._client.nodes()
             states = {name: NodeState.parse(kind.state) for name, kind in found.items()}
             self._nodes = {n: found[n] for n, s in states.items() if s.is_idle or s.is_busy}
+            self._reserved = self._client.reservations()
             self._next_nodes = now + NODES_S
-        returns = self._rule.choose(jobs, own, self._nodes, returnable, now)
+        queue = [*jobs, *self._reserved]
+        returns = self._rule.choose(queue, own, self._nodes, returnable, now)
         if (text := json.dumps(self._rule.memory())) != self._written:
             write_atomic(self._file, text)
             self._written = text
         return returns
+
+    def listed(self) -> Sequence[QueuedJob] | None:
+        """Return the jobs of the cluster as listed last; None if that is too long ago."""
+        return self._jobs if time.time() - self._listed_at < 2 * CHECK_SELDOM_S else None
 
     def _restore(self) -> None:
         """Know what the leader before has known; nothing if that cannot be read."""

@@ -98,15 +98,15 @@ class QueuePolicy:
     ) -> None:
         self._client = client
         self._spec = spec
-        self._siblings = SweepQueue(run, spec, partition, client, note)
         self._time_slots = [
             TimeSlots([(spec, pool)], partition, client, leads=True)
             for pool in spec.pools
             if pool.restored_limit_s is not None
         ]
-        self._neighbours = None
-        if getattr(spec.settings.launcher, "give_way", "off") != "off":
-            self._neighbours = Neighbours(run, spec, client, self._siblings.job_ids)
+        gives_way = getattr(spec.settings.launcher, "give_way", "off") != "off"
+        self._neighbours = Neighbours(run, spec, client) if gives_way else None
+        listed = self._neighbours.listed if self._neighbours else lambda: None
+        self._siblings = SweepQueue(run, spec, partition, client, note, listed)
         self._lock = threading.Lock()
         self._calls = OptionalCalls()
 
@@ -130,7 +130,8 @@ class QueuePolicy:
             self._fit(lambda slots: slots.fit_if_due())
             if self._neighbours is not None:
                 what = "jobs of others may wait for nodes of this run"
-                returns = answer(what, partial(self._neighbours.check, question.returnable))
+                check = partial(self._neighbours.check, question.returnable, siblings.job_ids)
+                returns = answer(what, check)
         return QueueAdvice(why, largest, drained or {}, reserved or {}, returns or ())
 
     def leave_run(self) -> None:

@@ -42,6 +42,7 @@ from hpc_elastic.site.value import NodeDemand, share_nodes
 from hpc_elastic.slurm import nodelist
 from hpc_elastic.slurm.client import RELEASE_DELAY_S, SlurmClient
 from hpc_elastic.slurm.job_state import Phase, TaskState, Wait, remedy, wait_of
+from hpc_elastic.slurm.parsing import QueuedJob
 from hpc_elastic.slurm.quarantine import excluded
 from hpc_elastic.slurm.run_tasks import followed, list_followed
 
@@ -314,12 +315,15 @@ class SweepQueue:
     """The queue as the leader of one run sees it: its siblings, in their order.
 
     For one thread at a time; see `policy.QueuePolicy`. Calls raise `SlurmError` where Slurm does
-    not answer, and `OSError` where the submission's files cannot be read.
+    not answer, and `OSError` where the submission's files cannot be read. ``listed`` returns the
+    jobs of the cluster with their users, if they were listed just now for another purpose; else
+    None. What they show is not queried again.
     """
 
     def __init__(
-        self, run: RunDir, spec: RunSpec, partition: str | None, client: SlurmClient, note: Note
-    ) -> None:
+        self, run: RunDir, spec: RunSpec, partition: str | None, client: SlurmClient, note: Note,
+        listed: Callable[[], Sequence[QueuedJob] | None] = lambda: None,
+    ) -> None:  # fmt: skip
         self._run = run
         self._spec = spec
         self._partition = spec.all_partitions or partition
@@ -328,6 +332,10 @@ class SweepQueue:
         self._submission = Submission(Path(spec.submission))
         self._found = [self._submission]
         """The submissions with siblings, the oldest first."""
+        self._listed = listed
+        self._scripts: Sequence[Path] = ()
+        self._scripts_of: frozenset[str] | None = None
+        """The user's jobs, as listed before the scripts were; None: the scripts are unknown."""
         self._next_discovery = -math.inf
         self._specs: dict[Path, RunSpec] = {}
         self._next_check = 0.0
@@ -358,7 +366,8 @@ class SweepQueue:
             return None
         self._next_check = time.monotonic() + POLL_S
         if ends:
-            self._next_discovery = -math.inf  # nothing lets later siblings start after this
+            # nothing lets later siblings start after this
+            self._next_discovery, self._scripts_of = -math.inf, None
         found = self._runs()
         if found is None:
             self._next_check = time.monotonic() + DISCOVERY_S
@@ -486,10 +495,14 @@ class SweepQueue:
         """Search for the submissions of the user that request the same nodes, now and then."""
         if time.monotonic() < self._next_discovery:
             return
-        own = self._submission
+        own, listed, ids = self._submission, self._listed(), set(self.job_ids())
         wanted = {_node_flags(array.script) for array in own.arrays()} - {None}
         found = {own.path: own}
-        for script in self._client.batch_scripts():
+        me = {job.user for job in listed or () if job.job in ids}
+        mine = frozenset(job.job for job in listed or () if job.user in me)
+        if not mine or mine != self._scripts_of:
+            self._scripts, self._scripts_of = self._client.batch_scripts(), mine
+        for script in self._scripts:
             other = Submission(script.parent)
             if other.path.name == SUBMISSION and _node_flags(script) in wanted:
                 found.setdefault(other.path, other)
@@ -498,8 +511,15 @@ class SweepQueue:
             for path, each in found.items()
         }
         self._found = [found[path] for path in sorted(found, key=first.__getitem__)]
-        self._partition = self._client.pending_partitions(self.job_ids()) or self._partition
+        self._partition = self._waits_in(listed) or self._partition
         self._next_discovery = time.monotonic() + DISCOVERY_S
+
+    def _waits_in(self, listed: Sequence[QueuedJob] | None) -> str | None:
+        ids = set(self.job_ids())
+        if listed is None:
+            return self._client.pending_partitions(ids)
+        waiting = (job for job in listed if job.job in ids and job.state == "PENDING")
+        return ",".join(sorted({name for job in waiting for name in job.partitions})) or None
 
     def _nodes(self) -> NodeSupply:
         return NodeSupply(self._client.each_node(self._partition), self._spec.has_whole_nodes)

@@ -7,16 +7,19 @@ could leave a node within a second. Two rules make it a good neighbour:
   alone or together with idle nodes (`GiveWay`). It gives back all that the job lacks, or none.
 - Slurm tries its tasks after the jobs of others, by `NICE`. So the node that it leaves goes to the
   job that waits, an idle node too, and the task comes back behind it. The tasks of the minimum, of
-  the first slots, wait as every job does and stay, unless ``give_way=all``.
+  the first slots, wait as every job does and stay, unless ``give_way=all``. Slurm tries the jobs of
+  a partition with a higher PriorityTier first, whatever their nice value. So a job of a lower tier
+  gets no node while a task of the run waits: that would have the node.
 
-What can start is judged by what squeue and sinfo print: partition, features, CPUs, memory, GPUs,
-required and excluded nodes, and what backfill has planned for jobs of a higher priority. Other
-rules of the cluster are unknown. A job that does not start with what it was given within two
-passes of the scheduler was misjudged. It gets nodes again after a pause that doubles each time, and
-meanwhile other jobs of its user get them one after the other: the same rule may hold them all. What
-was given, and for nothing, stands in a file of the run, which its next leader reads. Without it two
-runs that give all (``give_way=all``) pass the nodes to each other each 20 seconds, for a job that
-neither can help: each return ends a leader, and the next one tries anew.
+What can start is judged by what squeue, sinfo and scontrol print: partition, features, CPUs,
+memory, GPUs, required and excluded nodes, reservations that begin before the job has to end, and
+what backfill has planned for jobs of a higher priority. Other rules of the cluster are unknown. A
+job that does not start with what it was given within two passes of the scheduler was misjudged. It
+gets nodes again after a pause that doubles each time, and meanwhile other jobs of its user get them
+one after the other: the same rule may hold them all. What was given, and for nothing, stands in a
+file of the run, which its next leader reads. Without it two runs that give all (``give_way=all``)
+pass the nodes to each other each 20 seconds, for a job that neither can help: each return ends a
+leader, and the next one tries anew.
 
 A job that needs nodes of several runs at once gets none: they would have to be free at the same
 time. A run never gives way to tasks with `NICE`: runs that give way do not take each other's nodes
@@ -112,10 +115,13 @@ class GiveWay:
     ) -> list[NodeReturn]:
         """Return what is to be given back now.
 
-        ``own`` are the ids of the user's runs, ``nodes`` those in service. ``returnable`` are tasks
-        that may leave, each with its host, in the order in which they are to.
+        Some of the ``jobs`` may be reservations. ``own`` are the ids of the user's runs, ``nodes``
+        those in service. ``returnable`` are tasks that may leave, each with its host, in the order
+        in which they are to.
         """
-        waiting = self.waiting(jobs, own)
+        tiers = {name: tier for kind in nodes.values() for name, tier in kind.partitions.items()}
+        ahead = max((_tier(job, tiers) for job in jobs if _waits_behind(job)), default=0)
+        waiting = sorted(self.waiting(jobs, own), key=lambda job: -_tier(job, tiers))
         held = [(job, node) for job in jobs if not job.waits for node in job.nodes]
         holders = {node: job for job, node in held if job.state != "COMPLETING"}
         ended = {node for job, node in held if job.state == "COMPLETING"}
@@ -129,12 +135,22 @@ class GiveWay:
         free = [name for name in nodes if name not in holders]
         promised = {j: [h for h in g.hosts if h in holders] for j, g in self._given.items()}
         needed_at: dict[str, float] = {}
+
+        def reserve(job: QueuedJob) -> None:
+            if job.starts_at is not None:
+                for node in job.nodes:
+                    needed_at[node] = min(needed_at.get(node, math.inf), job.starts_at)
+
+        for job in jobs:
+            if job.state == parsing.RESERVED:
+                reserve(job)
         new: dict[str, _Given] = {}
         could: dict[tuple[str, int], float] = {}
         found: list[NodeReturn] = []
         for job in waiting[:_MOST]:
             given, coming = self._given.get(job.job), promised.get(job.job, [])
             may_get = given is not None or self._may_get(job, new, now)
+            may_get = may_get and _tier(job, tiers) >= ahead
             for _ in range(job.num_tasks if left else 0):
                 usable = self._usable(job, nodes, [*free, *coming], needed_at, now)
                 usable = usable[: job.num_nodes] if may_get else []
@@ -146,9 +162,7 @@ class GiveWay:
                         break  # it waits for something else: the idle nodes are not for it
                 more = self._usable(job, nodes, reversed(left), needed_at, now, self.share)[:lacks]
                 if len(more) < lacks or not may_get:
-                    if job.starts_at is not None:  # jobs behind it may not delay it
-                        for node in job.nodes:
-                            needed_at[node] = min(needed_at.get(node, math.inf), job.starts_at)
+                    reserve(job)  # jobs behind it may not delay it
                     break
                 free = [name for name in free if name not in usable]
                 coming[:] = [name for name in coming if name not in usable]
@@ -264,6 +278,16 @@ class GiveWay:
             and suffices(nodes[name] if share is None else share, needs)
             and needed_at.get(name, math.inf) >= ends
         ]
+
+
+def _waits_behind(job: QueuedJob) -> bool:
+    """Return whether a job is a task of a run that gives way, and waits for nodes."""
+    return job.nice >= NICE and job.state == "PENDING" and job.reason in WAITS_FOR_NODES
+
+
+def _tier(job: QueuedJob, tiers: Mapping[str, int]) -> int:
+    """Return the PriorityTier in which Slurm tries a job; ``tiers`` are those of partitions."""
+    return max((tiers.get(name, 0) for name in job.partitions), default=0)
 
 
 def _of_user(user: str) -> str:

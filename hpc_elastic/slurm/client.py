@@ -221,7 +221,8 @@ class SlurmClient:
 
     def nodes(self) -> dict[str, parsing.NodeKind]:
         """Return what each node of the cluster has."""
-        return parsing.parse_nodes(self._run(["sinfo", "-h", "-N", "-o", parsing.NODES_FORMAT]))
+        argv = ["sinfo", "-h", "-a", "-N", "-o", parsing.NODES_FORMAT]
+        return parsing.parse_nodes(self._run(argv))
 
     def node_kinds(self, partition: str | None) -> list[parsing.NodeKind]:
         """Return the kinds of nodes of partitions (several with commas; None: all visible ones)."""

@@ -108,7 +108,11 @@ class TaskState:
 # job_state_reason.c). Source: https://slurm.schedmd.com/job_reason_codes.html
 
 
-WAITS_FOR_NODES = ("Priority", "Resources")
+BEHIND_OTHER_PARTITION = (
+    "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions"
+)
+"""The reason of a job whose nodes a job of another partition waits for that is tried before it."""
+WAITS_FOR_NODES = ("Priority", "Resources", BEHIND_OTHER_PARTITION)
 """Reasons of jobs that wait for nodes, once Slurm has looked at them."""
 
 

@@ -58,7 +58,7 @@ RUNS_FORMAT = "%i|%T|%u|%P|%M|%l|%e"
 """For squeue -o: how long jobs have run."""
 RUNS_FIELDS = "JobID,State,User,Partition,Elapsed,Timelimit,End"
 """For sacct -P -o: the same."""
-NODES_FORMAT = f"%N|%P|%f|%T|{NODE_KINDS_FORMAT}"
+NODES_FORMAT = f"%N|%P|%p|%f|%T|{NODE_KINDS_FORMAT}"
 """For sinfo -N -o: what each node has, a line for each of its partitions."""
 QOS_FORMAT = "name,flags,preemptmode,gracetime,preempt,maxwall"
 """For sacctmgr -n -P show qos."""
@@ -160,13 +160,16 @@ class NodeRecord:
 
 @dataclass(frozen=True)
 class NodeKind:
-    """What nodes of one kind have; ``gpus`` are by type, empty where none is configured."""
+    """What nodes of one kind have; ``gpus`` are by type, empty where none is configured.
+
+    ``partitions`` are those of the nodes, each with its PriorityTier.
+    """
 
     gpus: Mapping[str, int] = field(default_factory=dict)
     cpus: int = 0
     memory_mb: int = 0
     features: frozenset[str] = frozenset()
-    partitions: frozenset[str] = frozenset()
+    partitions: Mapping[str, int] = field(default_factory=dict)
     state: str = ""
 
 
@@ -183,6 +186,7 @@ class NodeNeeds:
     is_reserved: bool = False
     """Whether it waits for nodes of a reservation."""
     is_exclusive: bool = False
+    """Whether other jobs, or those of other users, keep it from a node."""
     is_part: bool = False
     """Whether it is a part of a heterogeneous job, which starts with all its parts."""
 
@@ -438,13 +442,13 @@ def parse_nodes(output: str) -> dict[str, NodeKind]:
     found: dict[str, NodeKind] = {}
     for line in output.splitlines():
         row = line.strip().split("|")
-        if len(row) != 7:
+        if len(row) != 8:
             continue
-        name, partition, features, state, gres, cpus, memory = row
-        before = found[name].partitions if name in found else frozenset()
+        name, partition, tier, features, state, gres, cpus, memory = row
+        before = found[name].partitions if name in found else {}
         found[name] = NodeKind(
             gpus(gres), parse_number(cpus) or 0, parse_number(memory) or 0,
-            _names(features), before | {partition.rstrip("*")}, state,
+            _names(features), {**before, partition.rstrip("*"): parse_number(tier) or 0}, state,
         )  # fmt: skip
     return found
 
@@ -549,7 +553,7 @@ def parse_needs(output: str) -> list[QueuedJob]:
             frozenset(_hosts(required)),
             frozenset(_hosts(excluded)),
             is_reserved=not is_nothing(reservation),
-            is_exclusive=shares == "NO",
+            is_exclusive=shares not in ("OK", "YES"),
             is_part="+" in name,
         )
         jobs.append(replace(job, user=user, nice=int(nice), needs=needs))

@@ -7,6 +7,7 @@ from counting import counting, undisturbed_loss
 from sweeps import eventually
 
 from hpc_elastic.site.neighbours import CHECK_S
+from hpc_elastic.slurm.job_state import WAITS_FOR_NODES
 from hpc_elastic.slurm.nodelist import expand
 
 
@@ -21,7 +22,7 @@ def other(slurm):
         return submitted[-1]
 
     yield submit
-    slurm.run(["scancel", *submitted])
+    slurm.run(["scancel", *submitted], check=False)
 
 
 def nodes_of(slurm, job):
@@ -55,44 +56,101 @@ def test_a_run_gives_two_nodes_back_for_a_job_that_waits_and_takes_them_again(
     assert run.sweep.value() == pytest.approx(undisturbed_loss(), rel=0.01)
 
 
+KEPT = {
+    "held": (["-H"], ["JobHeldUser"]),
+    "begins later": (["--begin=now+2hours"], ["BeginTime"]),
+    "needs more nodes than may go back": (["-N4"], WAITS_FOR_NODES),
+    "gives way itself": (["--nice=100000000"], WAITS_FOR_NODES),
+    "its other part could not start": ([":", "-N3"], WAITS_FOR_NODES),
+    "a feature of a node that stays": (["-C", "stays"], WAITS_FOR_NODES),
+    "a partition of other nodes": (["-p", "apart"], WAITS_FOR_NODES),
+    "of a reservation": (["--reservation=theirs"], ["Reservation", *WAITS_FOR_NODES]),
+    "reaches into a reservation": (["-t", "60"], WAITS_FOR_NODES),
+}
+"""Jobs that get nothing, each with its flags and with the reasons of Slurm, one of them."""
+GIVEN = (
+    {"a feature": ["-C", "goes", "--exclusive"], "a share of a node": ["-n1", "--gres=gpu:1"]},
+    {"as many nodes as the CPUs need": ["-n", "12"]},
+    {"a named node": ["-w", "{goes}", "--exclusive"], "memory": ["-N1", "--mem=60G"]},
+    {"an array": ["--array=0-1", "--exclusive"]},
+    {"another partition": ["-N1", "-p", "short", "--exclusive"], "exclusive": ["--exclusive"]},
+)
+"""Jobs that get nodes, those of a row at the same time."""
+
+
+@pytest.fixture
+def site(slurm):
+    """Return a function that sets up what an administrator may; it is undone afterwards."""
+    undo = list[list[str]]()
+
+    def set_up(kind: str, name: str, *fields: str) -> None:
+        if kind == "features":
+            each = f"availablefeatures={fields[0]}", f"activefeatures={fields[0]}"
+            slurm.run(["scontrol", "update", f"nodename={name}", *each])
+            none = "availablefeatures=", "activefeatures="
+            undo.append(["scontrol", "update", f"nodename={name}", *none])
+        else:
+            slurm.run(["scontrol", "create", f"{kind}={name}", *fields])
+            undo.append(["scontrol", "delete", f"{kind}={name}"])
+
+    yield set_up
+    for argv in undo:
+        slurm.run(argv, check=False)
+
+
 @pytest.mark.long
 def test_each_kind_of_job_that_could_start_gets_nodes_and_others_get_none(
-    slurm, sweep, tmp_path, other
+    slurm, sweep, tmp_path, other, site
 ):
     """Each in turn; the last job is cancelled while nodes go back. Each sample is seen once."""
-    run = counting(sweep, tmp_path / "run", "nodes=1:4", "launcher.give_way=auto")
-    eventually(lambda: run.sweep.group_sizes()[-1:] == [4], "all four train")
-    held = other("-N1", "-H")
-    fruitless = [
-        held, other("-N1", f"--dependency=afterok:{held}"), other("-N1", "--begin=now+2hours"),
-        other("-N4", "-t", "5"), other("-N1", "--nice=100000000"),
-    ]  # fmt: skip
+    site("partitionname", "apart", "nodes=node4", "maxtime=infinite")
+    apart = other("-w", "node4", "--exclusive")
+    eventually(lambda: nodes_of(slurm, apart), "a node is not the run's")
+    run = counting(sweep, tmp_path / "run", "nodes=1:3", "launcher.give_way=auto")
+    eventually(lambda: run.sweep.group_sizes()[-1:] == [3], "three train")
+    stays, *_, goes = (each["host"] for each in run.sweep.events("round")[-1]["members"])
+    site("features", stays, "stays")
+    site("features", goes, "goes")
+    late = "starttime=now+30minutes", "duration=60", "users=root", "flags=ignore_jobs"
+    site("reservation", "theirs", *late, f"nodes={','.join({*slurm.nodes} - {stays, 'node4'})}")
+
+    kept = {kind: other("-N1", "-t", "5", *flags) for kind, (flags, _) in KEPT.items()}
+    dependent = other("-N1", "-t", "5", f"--dependency=afterok:{kept['held']}")
     time.sleep(3 * CHECK_S)  # three checks: that nothing happens can only be waited for
     assert run.sweep.events("nodes_given_back") == []
-    slurm.run(["scancel", *fruitless])
+    for kind, job in kept.items():
+        argv = ["squeue", "-h", "-j", job, "-O", "Reason:0"]
+        reasons = {line.strip() for line in slurm.run(argv).stdout.splitlines()}
+        assert reasons and reasons <= {*KEPT[kind][1]}, kind
+    first = kept.pop("needs more nodes than may go back")
+    slurm.run(["scancel", dependent, *kept.values()])
 
-    last = run.sweep.events("round")[-1]["members"][-1]["host"]
-    kinds = {
-        "GPUs, a share of a node": ["-N1", "-n1", "--gres=gpu:1"],
-        "CPUs on as many nodes as they need": ["-n", "12", "-t", "3"],
-        "a named node": ["-w", last],
-        "an array": ["--array=0-1", "--exclusive"],
-    }
-    for number, (kind, flags) in enumerate(kinds.items()):
-        job = other("-t", "5", *flags)
-        eventually(lambda job=job: nodes_of(slurm, job), f"{kind}: it starts")
-        given = run.sweep.events("nodes_given_back")
-        assert {event["job"] for event in given[number:]} == {job}, kind
-        eventually(lambda: run.sweep.group_sizes()[-1] < 4, f"{kind}: the others train on")
-        slurm.run(["scancel", job])
-        eventually(lambda: run.sweep.group_sizes()[-1] == 4, f"{kind}: the nodes are back")
+    job = other("-N1", "-t", "5", "-p", "short")
+    eventually(lambda: nodes_of(slurm, job), "a job starts that ends before the reservation")
+    assert {event["job"] for event in run.sweep.events("nodes_given_back")} == {job}
+    slurm.run(["scontrol", "delete", "reservation=theirs"])
+    slurm.run(["scancel", job, first])
+    for kinds in GIVEN:
+        what = ", ".join(kinds)
+        eventually(lambda: run.sweep.group_sizes()[-1] == 3, f"{what}: all train before")
+        before = len(run.sweep.events("nodes_given_back"))
+        jobs = {
+            other("-t", "5", *(flag.format(goes=goes) for flag in flags))
+            for flags in kinds.values()
+        }
+        eventually(lambda jobs=jobs: all(nodes_of(slurm, j) for j in jobs), f"{what}: they start")
+        given = run.sweep.events("nodes_given_back")[before:]
+        assert {event["job"] for event in given} == jobs, what
+        eventually(lambda: run.sweep.group_sizes()[-1] < 3, f"{what}: the others train on")
+        slurm.run(["scancel", *jobs])
 
+    eventually(lambda: run.sweep.group_sizes()[-1] == 3, "the nodes are back")
     before = len(run.sweep.events("nodes_given_back"))
-    job = other("-N3", "--exclusive", "-t", "5")
+    job = other("-N2", "--exclusive", "-t", "5")
     eventually(lambda: len(run.sweep.events("nodes_given_back")) > before, "nodes go back")
     slurm.run(["scancel", job])
-    eventually(lambda: run.sweep.group_sizes()[-1] < 4, "as announced")
-    eventually(lambda: run.sweep.group_sizes()[-1] == 4, "the nodes are back")
+    eventually(lambda: run.sweep.group_sizes()[-1] < 3, "as announced")
+    eventually(lambda: run.sweep.group_sizes()[-1] == 3, "the nodes are back")
     run.hurry()
     output = run.sweep.output()
     assert run.sweep.result()["status"] == "succeeded", output

@@ -10,12 +10,13 @@ from hpc_elastic.config.schema import SlurmSettings
 from hpc_elastic.site.harvest import give_way_terms
 from hpc_elastic.site.neighbours import NICE, GiveWay, has_features
 from hpc_elastic.slurm import parsing
+from hpc_elastic.slurm.job_state import BEHIND_OTHER_PARTITION
 from hpc_elastic.slurm.parsing import NodeKind, NodeNeeds, QueuedJob
 
 OWN = "7"
 PATIENCE_S = 80.0
 NAMES = [f"n{number}" for number in range(1, 7)]
-KIND = NodeKind({"a100": 4}, 16, 64_000, frozenset({"ib", "big"}), frozenset({"gpu", "all"}))
+KIND = NodeKind({"a100": 4}, 16, 64_000, frozenset({"ib", "big"}), {"gpu": 5, "all": 1})
 NODES = dict.fromkeys(NAMES, KIND)
 
 
@@ -92,6 +93,7 @@ def test_a_job_that_could_not_start_gets_nothing(job):
     "fields",
     [
         {"reason": "Priority"},
+        {"reason": BEHIND_OTHER_PARTITION},
         {"partitions": ("cpu", "all")},
         {"features": "ib&big"},
         {"features": "h100|ib"},
@@ -111,10 +113,22 @@ def test_required_and_excluded_nodes():
     assert given(waiting("8", excluded=frozenset({"n3", "n4"}))) == {"8": ["n5"]}
 
 
+def test_a_job_that_slurm_tries_after_the_tasks_that_wait_gets_nothing():
+    """Those of a partition with a higher PriorityTier come first, whatever their nice value."""
+    low = waiting("8", partitions=("all",))
+    task = waiting(OWN, nice=NICE)
+    assert given(low, task) == {}
+    assert given(low, replace(task, reason="BeginTime")) == {"8": ["n3"]}
+    assert given(low, replace(task, partitions=("all",))) == {"8": ["n3"]}
+    assert given(replace(low, partitions=("all", "gpu")), task) == {"8": ["n3"]}
+
+
 def test_jobs_get_nodes_in_the_order_of_the_scheduler():
     """A node counts for one of them."""
     jobs = waiting("8", 3, priority=5), waiting("9", 2, priority=9)
     assert given(*jobs) == {"9": ["n3", "n4"]}
+    jobs = waiting("8", 3, priority=5), waiting("9", 2, priority=9, partitions=("all",))
+    assert given(*jobs) == {"8": ["n3", "n4", "n5"]}, "a partition of a higher tier"
     jobs = waiting("8", 2, priority=5), waiting("9", 2, priority=9)
     assert given(*jobs) == {"9": ["n3", "n4"], "8": ["n5", "n6"]}
 
@@ -125,6 +139,18 @@ def test_a_job_may_not_delay_one_of_a_higher_priority():
     assert given(big, waiting("9", limit_s=900.0)) == {"9": ["n3"]}
     assert given(big, waiting("9", limit_s=1200.0)) == {}
     assert given(replace(big, priority=1), waiting("9", limit_s=1200.0)) == {"9": ["n3"]}
+
+
+def test_a_job_gets_no_node_that_is_reserved_before_it_ends():
+    """Idle nodes do not suffice for it either; one that is over before may have them."""
+    ahead = QueuedJob(parsing.RESERVED, ("n3", "n4"), 1000.0, limit_s=3600.0)
+    assert given(ahead, waiting("8", limit_s=900.0)) == {"8": ["n3"]}
+    assert given(ahead, waiting("8", limit_s=1200.0)) == {"8": ["n5"]}
+    assert given(ahead, waiting("8", limit_s=None), leave=["n3", "n4"]) == {}
+    assert given(replace(ahead, starts_at=-60.0), waiting("8"), leave=["n3", "n4"]) == {}
+    idle = replace(ahead, nodes=("n6",))
+    assert given(idle, waiting("8"), own=NAMES[:5], leave=["n4"]) == {}
+    assert given(idle, waiting("8", limit_s=1200.0), own=NAMES[:5], leave=["n4"]) == {"8": ["n4"]}
 
 
 def test_elements_of_an_array_get_a_node_each_as_far_as_there_are_some():
@@ -292,6 +318,8 @@ def test_what_squeue_prints_of_the_jobs_and_their_needs():
     assert (array.num_tasks, array.nice, array.needs.features) == (8, 300, "ib|big")
     assert array.needs.is_reserved and array.needs.memory_mb == 100
     assert part.needs.is_part and runs.nodes == ("n3", "n4") and not runs.waits
+    (beside_own,) = parsing.parse_needs(rows[1].replace("|OK|", "|USER|"))
+    assert beside_own.needs.is_exclusive and not array.needs.is_exclusive
     with pytest.raises(ValueError, match="not a line of squeue"):
         parsing.parse_needs("1|RUNNING|n[3-4]\n")
 
@@ -299,5 +327,5 @@ def test_what_squeue_prints_of_the_jobs_and_their_needs():
 def test_what_sinfo_prints_of_the_nodes():
     """A node has a line for each of its partitions."""
     has = "ib,big|mixed|gpu:a100:4(S:0-1)|16|64000"
-    printed = f"n1|gpu*|{has}\nn1|all|{has}\n"
+    printed = f"n1|gpu*|5|{has}\nn1|all|1|{has}\n"
     assert parsing.parse_nodes(printed) == {"n1": replace(KIND, state="mixed")}

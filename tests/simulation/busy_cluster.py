@@ -145,7 +145,7 @@ def play(
     training, if it had all nodes.
     """
     world, rng = World(seed), random.Random(seed)
-    kinds = [NodeKind({}, 8, 1000, frozenset(), frozenset({"main"}))] * num_nodes
+    kinds = [NodeKind({}, 8, 1000, frozenset(), {"main": 1})] * num_nodes
     cluster = Cluster(world, kinds)
     length_s = 3600.0 * hours
     submitted_s = length_s / 6

@@ -27,7 +27,7 @@ from typing import Any
 from hpc_elastic.rendezvous.leader_state import returnable
 from hpc_elastic.rendezvous.log_entry import Agent
 from hpc_elastic.site import neighbours
-from hpc_elastic.site.neighbours import CHECK_S, GiveWay, NodeReturn
+from hpc_elastic.site.neighbours import CHECK_S, CHECK_SELDOM_S, GiveWay, NodeReturn
 from hpc_elastic.slurm.parsing import NodeKind, NodeNeeds, QueuedJob
 from simulation.campaign import Tally
 from simulation.slurm_queue import Cluster, Job, decide, plan
@@ -177,12 +177,12 @@ class Run:
     def _check(self, leader: Agent) -> None:
         if self.leader != leader:
             return
-        self.world.after(CHECK_S, None, self._check, leader)
         offered = {agent.task: agent for agent in self.offered()}
-        if not offered:
-            return
-        jobs = self.cluster.squeue()
-        if not self.rule.waiting(jobs, self.own):
+        jobs = self.cluster.squeue() if offered else []
+        has_work = bool(self.rule.waiting(jobs, self.own))
+        pause_s = CHECK_SELDOM_S if offered and not has_work else CHECK_S
+        self.world.after(pause_s, None, self._check, leader)
+        if not has_work:
             return
         tasks = [(agent.task, agent.host) for agent in offered.values()]
         returns = self.rule.choose(jobs, self.own, self.cluster.sinfo(), tasks, self.world.now)
@@ -237,7 +237,7 @@ class Scenario:
         """From the moment in which a job could start with what may go back until it starts."""
         save_s = 2 * max(save_s for *_, save_s in self.runs)  # one may go to another job
         passes_s = 2 * self.backfill_s + 2 * 2.0
-        return CHECK_S + save_s + COMMIT_S + 1.0 + passes_s + 2 * WATCH_S
+        return CHECK_SELDOM_S + save_s + COMMIT_S + 1.0 + passes_s + 2 * WATCH_S
 
 
 def draw(rng: random.Random) -> Scenario:
@@ -248,7 +248,7 @@ def draw(rng: random.Random) -> Scenario:
     for _ in range(num):
         names = {"main"} if is_single or rng.random() < 0.7 else {"main", "fast"}
         features = frozenset() if rng.random() < 0.5 else frozenset({"ib"})
-        kinds.append(NodeKind({}, 8, 1000, features, frozenset(names)))
+        kinds.append(NodeKind({}, 8, 1000, features, dict.fromkeys(names, 1)))
     quiet_s = rng.choice([300.0, 600.0, 1200.0])
     others: list[Job] = []
     cancels: dict[int, float] = {}

@@ -169,7 +169,7 @@ class Cluster:
             self._fits[key] = {
                 number: None
                 for number, kind in enumerate(self.kinds)
-                if not kind.partitions.isdisjoint(job.partitions)
+                if not kind.partitions.keys().isdisjoint(job.partitions)
                 and has_features(needs.features, kind.features)
                 and (not needs.required or self.names[number] in needs.required)
                 and self.names[number] not in needs.excluded

@@ -302,6 +302,7 @@ def _sinfo_fields(cluster: FakeCluster) -> dict[str, tuple[str, Callable[[_Row],
     return {
         "P": ("PARTITION", lambda r: r[0].name + ("*" if r[0].is_default else "")),
         "R": ("PARTITION", lambda r: r[0].name),
+        "p": ("PRIO_TIER", lambda r: str(r[0].tier)),
         "a": ("AVAIL", lambda r: "down" if r[0].name in cluster.closed else "up"),
         "l": ("TIMELIMIT", lambda _: "infinite"),
         "D": ("NODES", lambda r: str(len(r[2]))),

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from hpc_elastic.agent.signals import do_nothing, name_of
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.worker import script_loops
 
 
 class FailedCommandError(HpcElasticError):
@@ -119,8 +120,8 @@ def _run_python(rest: Sequence[str]) -> None:
         if pkgutil.get_importer(str(path)) is None:
             main = sys.modules["__main__"] = types.ModuleType("__main__")
             main.__file__ = str(path)
-            code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
-            exec(code, vars(main))
+            tree = script_loops.prepare(path.read_bytes(), str(path), vars(main))
+            exec(compile(tree, str(path), "exec", dont_inherit=True), vars(main))
         else:  # a folder or an archive
             runpy.run_path(rest[0], run_name="__main__")
     except SystemExit as e:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic.worker import script_loops
+
 AS_IMPORTED = "__mp_main__"  # name of a script in a spawned child of multiprocessing
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
@@ -38,7 +40,7 @@ def load_main(script: str | None, module: str | None) -> types.ModuleType:
         if spec.parent:
             setattr(sys.modules[spec.parent], spec.name.rpartition(".")[2], main)
     sys.argv[0] = file
-    tree = ast.parse(Path(file).read_bytes())
+    tree = script_loops.prepare(Path(file).read_bytes(), file, vars(main))
     _replace_tests(tree)
     exec(compile(tree, file, "exec", dont_inherit=True), vars(main))
     return main

@@ -47,7 +47,13 @@ from hpc_elastic.run.directory import RUN_DIR_VARIABLE, Entry, RunDir
 from hpc_elastic.shared_files import make_folder, open_file, write_atomic
 from hpc_elastic.slurm.environment import mig_slices
 from hpc_elastic.transport import socket_filter
-from hpc_elastic.worker import optimizer_steps, process_group, reporting, shared_page
+from hpc_elastic.worker import (
+    optimizer_steps,
+    process_group,
+    reporting,
+    script_loops,
+    shared_page,
+)
 
 _log = logging.getLogger("hpc_elastic.agent.worker_main")  # its own name is __main__
 
@@ -57,11 +63,12 @@ _FRAMES_OF_OURS = (
     runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>",
 )  # fmt: skip
 _ADAPTERS = {
+    "torch": "hpc_elastic.integrations.plain",
     "lightning.pytorch": "hpc_elastic.integrations.lightning",
     "pytorch_lightning": "hpc_elastic.integrations.lightning",
     "transformers.trainer": "hpc_elastic.integrations.huggingface",
 }
-"""Modules of frameworks, and what makes a script that imports them elastic, a layer above."""
+"""Modules, and what makes a script that imports them elastic, a layer above."""
 _MAIN_NAMES = ("__main__", "__mp_main__")
 _LIBRARY = re.compile(r"/site-packages/|/dist-packages/|/lib(64)?/python3[^/]*/|^<")
 _LONGEST_TEXT = 1000  # characters that are kept of what JSON cannot hold
@@ -111,6 +118,7 @@ def main(argv: list[str]) -> int:
         spawned = partial(worker_group.keep_spawned, environment, *check)
         after_import("torch.multiprocessing.spawn", spawned)
         if spec.settings.launcher.adapt == "auto" and not spec.settings.ft:
+            script_loops.LOOPS.is_enabled = True
             for framework, adapter in _ADAPTERS.items():
                 after_import(framework, partial(_adapt, adapter))
         function = load_function(entry)

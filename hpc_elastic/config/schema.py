@@ -191,9 +191,10 @@ class LauncherSettings:
     """End the run if a worker makes an optimizer step without a process group of all workers; else
     that is named by ``status`` and events. Each worker would train a model of its own."""
     adapt: Literal["auto", "off"] = "auto"
-    """Make unchanged scripts with Lightning's Trainer or Hugging Face's elastic (``auto``): each
-    sample once an epoch, and no step lost when the group changes. A line of rank 0 says what was
-    adapted, and what is not exact. Not with ``ft=true``. ``off`` leaves scripts as they are."""
+    """Make unchanged scripts elastic (``auto``): with Lightning's Trainer or Hugging Face's, each
+    sample comes once an epoch, and no step is lost when the group changes; a plain PyTorch loop
+    loses no step. A line of rank 0 says what was adapted, and what is not exact. Not with
+    ``ft=true``. ``off`` leaves scripts as they are."""
     on_bad_loss: Literal["warn", "stop"] = "warn"
     """If a reported loss is not a finite number: name it in ``status`` and events (``warn``), or
     end the run as well (``stop``)."""

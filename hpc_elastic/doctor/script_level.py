@@ -10,6 +10,7 @@ import ast
 from collections.abc import Iterator
 
 from hpc_elastic.doctor.findings import Finding, ok, warn
+from hpc_elastic.worker.script_loops import ScriptSource, why_not_continued
 
 _WHY = "what is not exact trains some samples twice and others never when nodes come or go"
 _FRAMEWORKS = {
@@ -50,13 +51,25 @@ def check_script(source: str, name: str) -> Finding:
     is_used = any(each.endswith("Trainer") or each == "LightningCLI" for each in names)
     framework = next((_FRAMEWORKS[r] for r in sorted(roots) if r in _FRAMEWORKS and is_used), None)
     if framework is None:
-        remedy = "convert it: docs/howto/convert.md, about ten lines"
-        found = f"{name} would be level 1: no Trainer that is known"
-        return warn("script.level", found, _WHY, remedy)
+        return _check_plain(tree, name)
     table = _LIGHTNING if framework == "Lightning" else _HUGGING_FACE
     for what, remedy in _inexact(tree, table):
         return warn("script.level", f"{name} would be level 1: {what}", _WHY, remedy)
     return ok("script.level", f"{name} would be level 3: {framework}'s Trainer, as it is")
+
+
+def _check_plain(tree: ast.AST, name: str) -> Finding:
+    """Return the finding on a loop of the script's own."""
+    remedy = "convert it: docs/howto/convert.md, about ten lines"
+    shards = ("fully_shard", "FullyShardedDataParallel")
+    used = [n for n in ast.walk(tree) if isinstance(n, ast.Name | ast.alias)]
+    names = {n.id if isinstance(n, ast.Name) else n.name for n in used}
+    own = sorted(names & {*_OWN_ORDER, *shards})
+    why = f"it uses {own[0]}" if own else why_not_continued(ScriptSource(ast.unparse(tree), name))
+    if why is not None:
+        return warn("script.level", f"{name} would be level 1: {why}", _WHY, remedy)
+    found = f"{name} would be level 2, as far as reading shows: a plain loop loses no step"
+    return ok("script.level", f"{found}, and its batch changes with the workers")
 
 
 def _inexact(tree: ast.AST, table: dict[str, str]) -> Iterator[tuple[str, str]]:

@@ -15,6 +15,8 @@ Experiment trackers have a module each too (`tracking` is what they share):
     from hpc_elastic.integrations.mlflow import start_run
     from hpc_elastic.integrations.tensorboard import SummaryWriter
 
+A plain loop of an unchanged script needs no import: a worker installs `plain` by itself.
+
 Accelerate needs no module: the loop is the user's, as in train.py
 (examples/huggingface/accelerated.py). `submitit` has an elastic run's task for users of submitit.
 """

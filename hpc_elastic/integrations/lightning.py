@@ -43,14 +43,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import serialization
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import DistributedSampler, RandomSampler
 
 from hpc_elastic.data import ElasticSampler
 from hpc_elastic.errors import ConfigError, UntrustedRunError
@@ -62,6 +55,7 @@ from hpc_elastic.integrations.loader import (
     print_level,
     sort_by_step,
     sync_all,
+    why_not_exact,
 )
 from hpc_elastic.run import fencing, ownership
 from hpc_elastic.run.directory import default_checkpoints
@@ -576,7 +570,7 @@ class _Adapted(ElasticCheckpoint):
     def replace_loader(self, theirs: Any) -> Any:
         """Return the elastic loader of a script's, or that itself if it cannot be exact."""
         if self._inexact is None and not isinstance(theirs, ElasticLoader):
-            self._inexact = _why_not_exact(theirs)
+            self._inexact = why_not_exact(theirs)
         if self._inexact is not None or isinstance(theirs, ElasticLoader):
             return theirs
         sampler = theirs.sampler
@@ -608,26 +602,3 @@ class _Adapted(ElasticCheckpoint):
         else:
             why = f"{self._inexact}; no step is lost, and a restart begins its epoch's data anew"
             print_level(_NAME, "callback", level=1, why=why)
-
-
-def _why_not_exact(loader: Any) -> str | None:
-    """Return why the order of a loader's samples is not known; None if it is."""
-    kind: Any = type(loader)
-    if kind is not DataLoader:
-        return f"the train data is a {kind.__name__}, and not one DataLoader"
-    if isinstance(loader.dataset, IterableDataset):
-        return f"the loop draws from an IterableDataset ({type(loader.dataset).__name__})"
-    if loader.batch_size is None:
-        return "its order is that of a batch_sampler of the script's own"
-    sampler = loader.sampler
-    for what in (loader.batch_sampler, sampler):
-        known = (BatchSampler, RandomSampler, SequentialSampler, DistributedSampler)
-        if type(what) not in known:
-            return f"its order is that of a {type(what).__name__}"
-    if isinstance(sampler, RandomSampler) and (
-        sampler.replacement or sampler.num_samples != len(loader.dataset)
-    ):
-        return "its RandomSampler draws a part of the samples, or some of them twice"
-    if not loader.in_order:
-        return "in_order=False"
-    return None

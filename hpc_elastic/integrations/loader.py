@@ -29,7 +29,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from hpc_elastic.data import ElasticSampler
 from hpc_elastic.data.batch import BatchDivision
@@ -168,3 +175,26 @@ def print_level(framework: str, parts: str, *, level: int, why: str) -> None:
 def exact(batch: int) -> str:
     """Return the reason of level 3."""
     return f"each sample once an epoch, in batches of {batch} samples for any number of workers"
+
+
+def why_not_exact(loader: Any) -> str | None:
+    """Return why the order of a loader's samples is not known; None if it is."""
+    kind: Any = type(loader)
+    if kind is not DataLoader:
+        return f"the train data is a {kind.__name__}, and not one DataLoader"
+    if isinstance(loader.dataset, IterableDataset):
+        return f"the loop draws from an IterableDataset ({type(loader.dataset).__name__})"
+    if loader.batch_size is None:
+        return "its order is that of a batch_sampler of the script's own"
+    sampler = loader.sampler
+    for what in (loader.batch_sampler, sampler):
+        known = (BatchSampler, RandomSampler, SequentialSampler, DistributedSampler)
+        if type(what) not in known:
+            return f"its order is that of a {type(what).__name__}"
+    if isinstance(sampler, RandomSampler) and (
+        sampler.replacement or sampler.num_samples != len(loader.dataset)
+    ):
+        return "its RandomSampler draws a part of the samples, or some of them twice"
+    if not loader.in_order:
+        return "in_order=False"
+    return None

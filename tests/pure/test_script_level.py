@@ -27,9 +27,24 @@ def test_an_unchanged_script_would_be_exact(script):
 
 
 @pytest.mark.parametrize(
+    "script",
+    [
+        "unchanged/plain_main.py", "unchanged/plain_module.py",
+        "../examples/conversions/before/ddp.py", "../examples/conversions/before/hydra_ddp.py",
+    ],
+)  # fmt: skip
+def test_a_plain_loop_would_lose_no_step(script):
+    """Those that runs show to go on inside of an epoch."""
+    finding = check_script((TESTS / script).read_text(), script)
+    assert finding.verdict is Verdict.OK and "would be level 2" in finding.found
+
+
+@pytest.mark.parametrize(
     ("source", "found", "remedy"),
     [
-        ("import torch\ntorch.load('x')", "no Trainer that is known", "docs/howto/convert.md"),
+        ("import torch\ntorch.load('x')", "no loop of it", "docs/howto/convert.md"),
+        ("class A(IterableDataset): pass", "it uses IterableDataset", "docs/howto/convert.md"),
+        ("from torch.distributed.fsdp import fully_shard", "it uses fully_shard", ""),
         (LIGHTNING.format("accumulate_grad_batches=4"), "accumulate_grad_batches=4 in line 2", "1"),
         (LIGHTNING.format("strategy='deepspeed_stage_2'"), "strategy='deepspeed_stage_2'", "ddp"),
         (LIGHTNING.format("") + "class A(IterableDataset): pass", "IterableDataset in line 3", ""),

@@ -1,0 +1,376 @@
+"""What a script's training consists of: its place between two loops, its objects and its values.
+
+They are found by their names: those of the script, and those of the functions from the loop over
+the epochs to the one over the batches. A list, a dict, or an object of the script's own class may
+be changed by anything that the loops call, so its plain values are looked at. An object of a
+library is taken to keep nothing for the training, except those in `_WITH_STATE`.
+`UnknownStateError` has the reason why a training cannot be continued.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import json
+import site
+import sys
+import sysconfig
+import types
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from hpc_elastic import tree_codec
+from hpc_elastic.errors import ConfigError
+from hpc_elastic.worker import optimizer_steps
+from hpc_elastic.worker.script_loops import LOOPS, Epochs, Loop, Scope, head_of, used_before_batches
+
+_BARS = ("tqdm", "rich")
+"""Packages that draw a batch only when the loop asks for it."""
+
+
+class UnknownStateError(Exception):
+    """Why a training cannot be continued inside of an epoch."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a loop over batches is: both loops, and the frames from the inner to the outer one."""
+
+    epochs: Epochs
+    outer: Loop
+    inner: Loop
+    frames: tuple[tuple[Scope, types.FrameType], ...]
+
+    @property
+    def is_one_function(self) -> bool:
+        """Whether both loops are in one function."""
+        return len(self.frames) == 1
+
+    @property
+    def spaces(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """The names of the script, and of the functions, outer ones first."""
+        yield "", self.frames[0][1].f_globals
+        for scope, frame in reversed(self.frames):
+            if scope.name:
+                yield f"{scope.name}.", frame.f_locals
+
+    def forget_locals(self) -> None:
+        """Let the frames hold no copy of their variables, such as the last batch's output."""
+        for _, frame in self.frames:
+            if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+                frame.f_locals.clear()
+
+
+def find_place(loader: Any) -> Place:
+    """Return where the caller of a loader is; UnknownStateError if that cannot be continued."""
+    script, frame = LOOPS.script, _frame_of_user()
+    if script is None or frame is None:
+        raise UnknownStateError(
+            "the script is none that the worker compiles, such as a module (-m)"
+        )
+    scope = script.scope_of(frame.f_code, frame.f_lineno)
+    if scope is None:
+        raise UnknownStateError(
+            f"the loop over the batches is in {_module_of(frame)}, not the script"
+        )
+    if scope.is_in_class:
+        raise UnknownStateError(f"the loop over the batches is in a method, {scope.name}")
+    if frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR):
+        raise UnknownStateError(f"the batches come from a generator, {scope.name}")
+    inner = next((loop for loop in scope.loops if loop.has_in_header(frame.f_lineno)), None)
+    if inner is None:
+        raise UnknownStateError("a batch is not drawn by the head of a for loop")
+    source = inner.source
+    drawn = None if source is None else eval(source, frame.f_globals, frame.f_locals)
+    if drawn is not loader and getattr(drawn, "iterable", None) is not loader:
+        raise UnknownStateError(f"the loop draws from {source or ast.unparse(inner.node.iter)}")
+    if len(LOOPS.active) != 1:
+        what = "two loops" if LOOPS.active else "no loop"
+        raise UnknownStateError(f"{what} over range(...) around the loop over the batches")
+    epochs, frames = LOOPS.active[0], [(scope, frame)]
+    while frame.f_code is not epochs.code:
+        frame = frame.f_back
+        scope = None if frame is None else script.scope_of(frame.f_code, frame.f_lineno)
+        if frame is None or scope is None or scope.is_in_class:
+            where = "another thread" if frame is None else _module_of(frame)
+            raise UnknownStateError(f"the loop over the batches is called from {where}")
+        frames.append((scope, frame))
+    outer = next(loop for loop in scope.loops if loop.key == epochs.key)
+    above: types.FrameType | None = frame
+    while above is not None:
+        of_above = script.scope_of(above.f_code, above.f_lineno)
+        if above is not frame and of_above is not None:
+            frames_around = of_above.loops_around(above.f_lineno)
+            _refuse_loops(frames_around)
+        above = above.f_back
+    for each, at in frames:
+        _refuse_loops([n for n in each.loops_around(at.f_lineno) if n is not outer.node])
+    if why := used_before_batches(outer, inner, frame.f_lineno, is_one=len(frames) == 1):
+        raise UnknownStateError(why)
+    return Place(epochs, outer, inner, tuple(frames))
+
+
+def _refuse_loops(found: list[ast.AST]) -> None:
+    if found:
+        raise UnknownStateError(f"a further loop is around it: {head_of(found[0])}")
+
+
+def _frame_of_user() -> types.FrameType | None:
+    frame: types.FrameType | None = sys._getframe(1)
+    own = (__name__, LOOPS.__module__, "hpc_elastic.integrations.plain")
+    while frame is not None:
+        module = _module_of(frame)
+        if module not in own and module.partition(".")[0] not in _BARS:
+            break
+        frame = frame.f_back
+    return frame
+
+
+def _module_of(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__", frame.f_code.co_filename))
+
+
+def modules_of_callers() -> Iterator[str]:
+    """Yield the names of the modules whose code is running, inner ones first."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield _module_of(frame)
+        frame = frame.f_back
+
+
+# ---- what a training consists of
+
+
+def _is_stateful(value: object) -> bool:
+    kind = type(value)
+    return hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
+
+
+def _bare(value: Any) -> Any:
+    while isinstance(value, torch.nn.Module):
+        wrapped = isinstance(value, DistributedDataParallel)
+        inside = value.module if wrapped else getattr(value, "_orig_mod", None)
+        if inside is None:
+            break
+        value = inside
+    return value
+
+
+def find_objects(place: Place) -> dict[str, Any]:
+    """Return the objects that have a state, each by the first name that it has."""
+    found: dict[str, Any] = {}
+    seen = set[int]()
+    inner_space = f"{place.frames[0][0].name}." if place.frames[0][0].name else ""
+    for space, names in place.spaces:
+        for name, value in list(names.items()):
+            if space == inner_space and name in place.inner.stored | place.inner.targets:
+                continue  # of a batch
+            if not _is_stateful(value) or id(_bare(value)) in seen:
+                continue
+            seen.add(id(_bare(value)))
+            if not isinstance(value, torch.nn.Module) or value.state_dict():
+                found[f"{space}{name}"] = value
+    return found
+
+
+_NO_NAME = "has no name in the script, or in a function between the loops"
+
+
+def refuse_objects(objects: Mapping[str, Any]) -> None:
+    """Raise UnknownStateError if something that is trained has no name, or cannot be kept."""
+    values = [_bare(value) for value in objects.values()]
+    known = set(map(id, values))
+    modules = [value for value in values if isinstance(value, torch.nn.Module)]
+    known.update(id(part) for module in modules for part in module.modules())
+    parameters = {id(p): p for module in modules for p in module.parameters()}
+    if any(hasattr(p, "to_local") for p in parameters.values()):
+        raise UnknownStateError("a model is sharded (FSDP)")
+    for optimizer in optimizer_steps.stepped_optimizers():
+        name = type(optimizer).__name__
+        if id(optimizer) not in known:
+            raise UnknownStateError(f"{name} {_NO_NAME}")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UnknownStateError(f"{name} steps with a closure")
+        if any(id(p) not in parameters for p in optimizer_steps.parameters_of(optimizer)):
+            raise UnknownStateError(f"{name} trains a model that {_NO_NAME}")
+    parts = {
+        id(part)
+        for value in values if isinstance(value, LRScheduler)
+        for attribute in vars(value).values() if isinstance(attribute, list | tuple)
+        for part in attribute
+    }  # fmt: skip
+    for kind in (LRScheduler, AveragedModel, torch.amp.GradScaler):
+        for each in optimizer_steps.live_objects(kind):
+            optimizer = getattr(each, "optimizer", None)
+            is_ours = optimizer is None or id(optimizer) in known
+            is_used = not isinstance(each, torch.amp.GradScaler) or each.is_enabled()
+            if is_ours and is_used and id(each) not in known | parts:
+                raise UnknownStateError(f"{type(each).__name__} {_NO_NAME}")
+
+
+_LIBRARIES = tuple(
+    {sysconfig.get_path(n) for n in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | set(site.getsitepackages())
+)
+_UNCHANGING = (
+    type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType,
+    functools.partial, torch.Tensor, torch.nn.Module, Dataset, DataLoader, Sampler,
+)  # fmt: skip
+_WITH_STATE = ("random.Random", "torch._C.Generator", "collections.deque", "numpy.random.")
+"""Types of libraries whose objects change when they are used."""
+_WITH_ITERATORS = (
+    "builtins", "itertools", "torch.utils.data.dataloader", "hpc_elastic.integrations.plain",
+)  # fmt: skip
+
+
+LENGTH = ", its length"
+
+
+def text_of(value: Any) -> str | None:
+    """Return the text of a plain value; None if it has something else inside."""
+    try:
+        return json.dumps(tree_codec.encode(value, "", lambda _path, _leaf: None))
+    except ConfigError:
+        return None
+
+
+def _is_of_library(kind: type) -> bool:
+    return kind.__module__ == "builtins" or _is_in_library(sys.modules.get(kind.__module__))
+
+
+def _is_in_library(module: types.ModuleType | None) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is None or str(file).startswith(_LIBRARIES)
+
+
+def _refuse_unknown(name: str, kind: type) -> None:
+    if hasattr(kind, "__next__") and kind.__module__ in _WITH_ITERATORS:
+        raise UnknownStateError(f"{name} is an iterator, whose position is unknown")
+    if f"{kind.__module__}.{kind.__qualname__}".startswith(_WITH_STATE):
+        raise UnknownStateError(f"{name} is a {kind.__name__}, whose state is unknown")
+
+
+def parts_of(name: str, value: Any) -> dict[str, Any]:
+    """Return what may change in an object, by name; UnknownStateError if that cannot be kept."""
+    kind = type(value)
+    if isinstance(value, list | dict | set):
+        if text_of(value) is not None:
+            return {name: value}
+        inside = [leaf for leaf in tree_codec.leaves(value) if text_of(leaf) is None]
+        for leaf in inside:
+            if not isinstance(leaf, _UNCHANGING) and not _is_of_library(type(leaf)):
+                raise UnknownStateError(
+                    f"{name} has a {type(leaf).__name__}, whose state is unknown"
+                )
+        return {f"{name}{LENGTH}": len(value)}
+    if isinstance(value, _UNCHANGING) or _is_stateful(value):
+        return {}
+    _refuse_unknown(name, kind)
+    if _is_of_library(kind) and not isinstance(value, Namespace | types.SimpleNamespace):
+        return {}
+    found = {}
+    for attribute, part in getattr(value, "__dict__", {}).items():
+        if text_of(part) is not None:
+            found[f"{name}.{attribute}"] = part
+        elif not isinstance(part, _UNCHANGING) and not _is_of_library(type(part)):
+            what = f"{name} is a {kind.__name__} with a {type(part).__name__}"
+            raise UnknownStateError(f"{what}, and without state_dict()")
+        elif isinstance(part, list | dict | set):
+            raise UnknownStateError(f"{name}.{attribute} holds more than plain values")
+        else:
+            _refuse_unknown(f"{name}.{attribute}", type(part))
+    return found
+
+
+def find_items(place: Place, objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return lists, dicts and objects that the loops may change, by the names that they have."""
+    script = LOOPS.script
+    assert script is not None
+    scope, frame = place.frames[-1]
+    read = {n.id for n in ast.walk(place.outer.node) if isinstance(n, ast.Name)}
+    read -= place.outer.stored | place.outer.targets
+    wanted = [("", frame.f_globals, script.read_by_functions)]
+    if scope.name:
+        wanted.append((f"{scope.name}.", frame.f_locals, read))
+    wanted.append(("", frame.f_globals, read - set(frame.f_locals if scope.name else ())))
+    kept = {id(_bare(value)) for value in objects.values()}
+    loops = place.outer, place.inner
+    assigned, changed = (
+        {name for loop in loops for name in loop.changed_parts(methods=methods)}
+        for methods in (False, True)
+    )
+    found: dict[str, Any] = {}
+    for space, names, used in wanted:
+        for name in sorted(used & names.keys()):
+            value = names[name]
+            is_kept = id(_bare(value)) in kept
+            parts = assigned | (set() if space else script.changed_by_functions)
+            if name in parts and not _takes_parts(value, is_kept=is_kept):
+                raise UnknownStateError(f"a part of {name} is assigned in the loop")
+            if name in changed and isinstance(value, torch.Tensor):
+                raise UnknownStateError(f"{name} is changed in the loop")
+            is_fixed = isinstance(value, str | int | float | complex | bytes | tuple | None)
+            if is_kept or is_fixed or name.startswith("__"):
+                continue
+            parts_of(f"{space}{name}", value)
+            found[f"{space}{name}"] = value
+    return found
+
+
+def _takes_parts(value: Any, *, is_kept: bool) -> bool:
+    """Return whether the parts of an object that are assigned are among what is kept."""
+    if isinstance(value, list | dict | set | Namespace | types.SimpleNamespace):
+        return True
+    if isinstance(value, torch.nn.Module) or is_kept:
+        return not isinstance(value, torch.nn.Module)
+    if isinstance(value, types.ModuleType):  # such as torch.backends
+        return _is_in_library(value)
+    return not isinstance(value, _UNCHANGING) and not _is_of_library(type(value))
+
+
+def plain_values(place: Place, objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what loops and functions may change, beside variables of the loops, by name."""
+    assert LOOPS.script is not None
+    module = place.frames[0][1].f_globals
+    found = {
+        name: module[name] for name in LOOPS.script.set_by_functions & module.keys()
+        if text_of(module[name]) is not None
+    }  # fmt: skip
+    for name, item in find_items(place, objects).items():
+        found |= parts_of(name, item)
+    return found
+
+
+_MISSING = object()
+
+
+def carried_values(
+    place: Place, objects: Mapping[str, Any]
+) -> Iterator[tuple[str, str, Any, bool]]:
+    """Yield the key of a loop, a name that it carries, its value, and whether it may begin anew."""
+    (scope, frame), (_, outer_frame) = place.frames[0], place.frames[-1]
+    one, outer, inner = place.is_one_function, place.outer, place.inner
+    found = [(outer.key, name, outer_frame, False) for name in sorted(outer.carried)]
+    for name in sorted(inner.carried | (outer.carried if one else frozenset())):
+        of_epoch = (not scope.name or name in frame.f_locals) and not (
+            one and name in outer.carried
+        )
+        found.append((inner.key, name, frame, of_epoch and inner.is_only_shown(name)))
+    for key, name, at, is_shown in found:
+        value = _value(at, name)
+        mine = {each.rpartition(".")[2] for each, kept in objects.items() if kept is value}
+        if value is not _MISSING and name not in mine:
+            yield key, name, value, is_shown
+
+
+def _value(frame: types.FrameType, name: str) -> Any:
+    return frame.f_locals.get(name, frame.f_globals.get(name, _MISSING))

@@ -1,0 +1,603 @@
+"""The loops of a script: what they carry from one iteration to the next, and where they continue.
+
+A worker compiles the script that it runs with changes (`prepare`) that have no effect until
+a training is continued inside of an epoch:
+
+    for epoch in range(n):                for epoch in LOOPS.range(KEY, range(n)):
+        for i, x in enumerate(loader):        for i, x in LOOPS.enumerate(KEY, loader):
+                                                  if LOOPS.values: seen = ...
+            seen += len(x)                        seen += len(x)
+
+So the loop over the epochs begins with the one that is continued, a number of the batch goes on,
+and a local variable gets its value back. Python has no other way to set one from outside. What has
+to be set is what an iteration may read before it assigns it (`carried`), by the order of the
+statements: a name that is assigned in a branch counts as read before.
+
+Loops in classes and in other modules stay as they are. Nothing here needs torch, and all but
+`Loops` is pure.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+NAME = "__hpc_elastic__"  # of the `Loops`, among the globals of a script
+_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+_LEAVES = ast.Continue | ast.Break | ast.Return | ast.Raise
+_WRAPPERS = ("enumerate", "tqdm", "track")
+"""Calls that yield the batches of a loader one by one, as the loop asks for them."""
+_OUTPUT = frozenset(
+    [
+        "print",
+        "info",
+        "debug",
+        "warning",
+        "log",
+        "write",
+        "add_scalar",
+        "add_scalars",
+        "set_postfix",
+        "set_postfix_str",
+        "set_description",
+        "report",
+        "display",
+    ]
+)
+"""Functions whose arguments do not change a training."""
+
+
+# ---- the order of reads and assignments
+
+
+class _Flow:
+    """Which names some statements read before they assign them, and which they assign."""
+
+    def __init__(self, *, loops_run: bool = False) -> None:
+        self.read_first = set[str]()
+        self.stored = set[str]()
+        self.definite = set[str]()
+        self._loops_run = loops_run  # whether each loop inside is taken to run at least once
+
+    def block(self, statements: list[ast.stmt]) -> bool:
+        """Follow statements; return whether they end by leaving the block."""
+        for each in statements:
+            self._statement(each)
+        return bool(statements) and isinstance(statements[-1], _LEAVES)
+
+    def _branches(self, *blocks: list[ast.stmt]) -> None:
+        before, after = set(self.definite), []
+        for block in blocks:
+            self.definite = set(before)
+            if not self.block(block):
+                after.append(self.definite)
+        self.definite = set.intersection(*after) if after else before
+
+    def _store(self, name: str) -> None:
+        self.stored.add(name)
+        self.definite.add(name)
+
+    def _statement(self, node: ast.stmt) -> None:
+        if isinstance(node, ast.If):
+            self.expression(node.test)
+            self._branches(node.body, node.orelse)
+        elif isinstance(node, ast.For | ast.AsyncFor):
+            self.expression(node.iter)
+            before = set(self.definite)
+            self.expression(node.target)
+            self.block(node.body)
+            if not self._loops_run:
+                self.definite = before
+            self.block(node.orelse)
+        elif isinstance(node, ast.While):
+            self.expression(node.test)
+            self._branches(node.body, [])
+            self.block(node.orelse)
+        elif isinstance(node, ast.With | ast.AsyncWith):
+            for item in node.items:
+                self.expression(item)
+            self.block(node.body)
+        elif isinstance(node, ast.Try | ast.TryStar):
+            before = set(self.definite)
+            self.block(node.body)
+            self.block(node.orelse)
+            for handler in node.handlers:
+                self.definite = set(before)
+                if handler.name:
+                    self._store(handler.name)
+                self.block(handler.body)
+            self.definite = before
+            self.block(node.finalbody)
+        elif isinstance(node, ast.Assign):
+            self.expression(node.value)
+            for target in node.targets:
+                self.expression(target)
+        elif isinstance(node, ast.AugAssign):
+            self.expression(node.value)
+            if isinstance(node.target, ast.Name):
+                self._read(node.target.id)
+            self.expression(node.target)
+        elif isinstance(node, ast.AnnAssign):
+            if node.value is not None:
+                self.expression(node.value)
+                self.expression(node.target)
+        elif isinstance(node, _FUNCTIONS | ast.ClassDef):
+            for name in _free_names(node):
+                self._read(name)
+            self._store(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                self._store(alias.asname or alias.name.partition(".")[0])
+        elif isinstance(node, ast.Match):
+            self.expression(node.subject)
+            self._branches(*(case.body for case in node.cases), [])
+        else:
+            self.expression(node)
+
+    def _read(self, name: str) -> None:
+        if name not in self.definite:
+            self.read_first.add(name)
+
+    def expression(self, node: ast.AST) -> None:
+        """Follow an expression, or the target of an assignment."""
+        if isinstance(node, ast.Name):
+            (self._read if isinstance(node.ctx, ast.Load) else self._store)(node.id)
+        elif isinstance(node, ast.NamedExpr):
+            self.expression(node.value)
+            self.expression(node.target)
+        elif isinstance(node, ast.Lambda | _COMPREHENSIONS):
+            for name in _free_names(node):
+                self._read(name)
+        else:
+            for child in ast.iter_child_nodes(node):
+                self.expression(child)
+
+
+_COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
+def _free_names(node: ast.AST) -> set[str]:
+    """Return the names that a function or a comprehension may read from outside."""
+    names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
+    own = {each.id for each in names if not isinstance(each.ctx, ast.Load)}
+    own |= {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
+    return {each.id for each in names} - own
+
+
+def _reads(nodes: Iterable[ast.AST]) -> set[str]:
+    found = (each for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name))
+    return {each.id for each in found if isinstance(each.ctx, ast.Load)}
+
+
+def _stores(nodes: Iterable[ast.stmt]) -> set[str]:
+    flow = _Flow()
+    flow.block(list(nodes))
+    return flow.stored
+
+
+def _root(node: ast.AST) -> str | None:
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _changed_parts(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, bool]]:
+    """Yield names of objects whose parts are assigned; True: a ``method_()`` changes them."""
+    for node in (each for root in nodes for each in ast.walk(root)):
+        if isinstance(node, ast.Attribute | ast.Subscript) and (name := _root(node)):
+            attribute = node.attr if isinstance(node, ast.Attribute) else ""
+            if not isinstance(node.ctx, ast.Load) and attribute not in ("data", "grad"):
+                yield name, False
+            elif attribute.endswith("_") and not attribute.startswith("_"):
+                yield name, True
+
+
+# ---- a script
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A ``for`` of a script.
+
+    Attributes:
+        key: Its function and its target, by which it is found again in an edited script.
+        carried: What an iteration may read before it assigns it.
+    """
+
+    key: str
+    node: ast.For = field(repr=False)
+    carried: frozenset[str] = frozenset()
+
+    @property
+    def targets(self) -> set[str]:
+        """The names that each iteration begins with."""
+        return {each.id for each in ast.walk(self.node.target) if isinstance(each, ast.Name)}
+
+    @property
+    def source(self) -> str | None:
+        """What it draws from, as written, without `enumerate` and the like; None: a call."""
+        node = self.node.iter
+        while isinstance(node, ast.Call) and _name_of(node.func) in _WRAPPERS and node.args:
+            node = node.args[0]
+        return None if isinstance(node, ast.Call) else ast.unparse(node)
+
+    def has_in_header(self, line: int) -> bool:
+        """Return whether a line is between ``for`` and the first statement."""
+        return self.node.lineno <= line < self.node.body[0].lineno
+
+    def stored_before(self, line: int) -> set[str]:
+        """Return what an iteration assigns before the statement of a line."""
+        return _stores(self._before(line))
+
+    def read_before(self, line: int) -> set[str]:
+        """Return what an iteration reads before the statement of a line."""
+        return _reads(self._before(line))
+
+    def _before(self, line: int) -> list[ast.stmt]:
+        found = (each for each in ast.walk(self.node) if isinstance(each, ast.stmt))
+        return [each for each in found if (each.end_lineno or 0) < line]
+
+    @property
+    def stored(self) -> set[str]:
+        """What an iteration assigns."""
+        return _stores(self.node.body)
+
+    def changed_parts(self, *, methods: bool) -> set[str]:
+        """Return the objects whose parts an iteration assigns, or whose ``method_()`` it calls."""
+        found = _changed_parts(self.node.body)
+        return {name for name, by_method in found if methods or not by_method}
+
+    def is_only_shown(self, name: str) -> bool:
+        """Return whether an iteration uses a name in output alone, and where it adds it up."""
+
+        def allows(node: ast.stmt) -> bool:
+            if name not in _reads([node]) and name not in _stores([node]):
+                return True
+            if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+                return node.target.id == name and name not in _reads([node.value])
+            if isinstance(node, ast.Assign):  # it begins anew, or is added up in another way
+                return all(isinstance(t, ast.Name) and t.id == name for t in node.targets)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                return _name_of(node.value.func) in _OUTPUT
+            if isinstance(node, ast.If | ast.With):
+                head = [node.test] if isinstance(node, ast.If) else node.items
+                parts = node.body + (node.orelse if isinstance(node, ast.If) else [])
+                shows = name not in _reads(head) or all(
+                    isinstance(p, ast.Expr) and isinstance(p.value, ast.Call)
+                    and _name_of(p.value.func) in _OUTPUT for p in parts
+                )  # fmt: skip
+                return shows and all(allows(part) for part in parts)
+            return False
+
+        return all(allows(each) for each in self.node.body)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A function of a script, or its module level."""
+
+    name: str
+    node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef = field(repr=False)
+    is_in_class: bool = False
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a compiler of torch's translates it."""
+        decorators = [] if isinstance(self.node, ast.Module) else self.node.decorator_list
+        return any(re.search("compile|jit|script", ast.unparse(each)) for each in decorators)
+
+    @cached_property
+    def loops(self) -> list[Loop]:
+        """Its loops, outer ones first, without those of functions inside."""
+        found: list[Loop] = []
+        keys = set[str]()
+        for node in self.nodes():
+            if isinstance(node, ast.For):
+                key = f"{self.name or 'the script'}: for {ast.unparse(node.target)}"
+                while key in keys:
+                    key += "+"
+                keys.add(key)
+                found.append(Loop(key, node, frozenset(self._carried(node))))
+        return found
+
+    def nodes(self, node: ast.AST | None = None) -> Iterator[ast.AST]:
+        """Yield its nodes, outer ones first, without those of functions inside."""
+        for child in ast.iter_child_nodes(node or self.node):
+            if not isinstance(child, _FUNCTIONS | ast.ClassDef | ast.Lambda):
+                yield child
+                yield from self.nodes(child)
+
+    def _carried(self, loop: ast.For) -> set[str]:
+        """Return what a loop carries.
+
+        What only a loop inside assigns, such as a loss, is there after it; if that had no
+        iteration, a name from before the loop would be read instead, and any other is an error.
+        """
+        flow, once = _Flow(), _Flow(loops_run=True)
+        for each in (flow, once):
+            each.expression(loop.target)
+            each.block(loop.body)
+        statements = [each for each in self.nodes() if isinstance(each, ast.stmt)]
+        before = _stores(each for each in statements if (each.end_lineno or 0) < loop.lineno)
+        flow.read_first &= once.read_first | before
+        flow.definite |= once.definite - before
+        inside = {id(each) for each in ast.walk(loop)}
+        others = {
+            each.id for each in ast.walk(self.node)
+            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
+            and id(each) not in inside and each.lineno > (loop.end_lineno or 0)
+        }  # fmt: skip
+        return flow.stored & (flow.read_first | (others - flow.definite))
+
+    def loops_around(self, line: int) -> list[ast.AST]:
+        """Return the loops whose body has a line."""
+        return [
+            node for node in self.nodes()
+            if isinstance(node, ast.For | ast.AsyncFor | ast.While)
+            and node.body[0].lineno <= line <= (node.end_lineno or 0)
+        ]  # fmt: skip
+
+
+class ScriptSource:
+    """The source of a script, taken apart."""
+
+    def __init__(self, source: bytes | str, file: str) -> None:
+        self.file = file
+        self.tree = ast.parse(source, file)
+        self.scopes = list(_scopes(self.tree))
+        functions = [scope.node for scope in self.scopes[1:]]
+        of_module = (node for node in ast.walk(self.tree) if isinstance(node, ast.Global))
+        self.set_by_functions = {name for node in of_module for name in node.names}
+        """Names of the module that functions assign."""
+        self.read_by_functions = {name for node in functions for name in _free_names(node)}
+        """Names of the module that functions read, and some more."""
+        self.changed_by_functions = {
+            name for node in functions
+            for name in {n for n, by_method in _changed_parts([node]) if not by_method}
+            & _free_names(node)
+        }  # fmt: skip
+        """Names of the module whose objects get parts from functions."""
+        nodes = list(ast.walk(self.tree))
+        modules = [n.module or "" for n in nodes if isinstance(n, ast.ImportFrom)]
+        modules += [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
+        self.packages = {module.partition(".")[0] for module in modules}
+        """What it imports, by the name of the package."""
+        self.methods = {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+
+    def scope_of(self, code: types.CodeType, line: int) -> Scope | None:
+        """Return the function that a frame executes, by its code and line."""
+        if code.co_filename != self.file:
+            return None
+        name = "" if code.co_name == "<module>" else code.co_name
+        found = [
+            scope for scope in self.scopes
+            if scope.name == name and (isinstance(scope.node, ast.Module)
+                or scope.node.lineno <= line <= (scope.node.end_lineno or 0))
+        ]  # fmt: skip
+        return found[-1] if found else None
+
+
+def _scopes(tree: ast.Module) -> Iterator[Scope]:
+    yield Scope("", tree)
+
+    def below(node: ast.AST, is_in_class: bool) -> Iterator[Scope]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, _FUNCTIONS):
+                yield Scope(child.name, child, is_in_class)
+            yield from below(child, is_in_class or isinstance(child, ast.ClassDef))
+
+    yield from below(tree, False)
+
+
+def _name_of(function: ast.AST) -> str:
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def why_not_continued(script: ScriptSource) -> str | None:
+    """Return why a script cannot be continued inside of an epoch; None if reading shows nothing.
+
+    What decides at the end are its objects, which a worker sees.
+    """
+    trains = [
+        (scope, loop) for scope in script.scopes for loop in scope.loops
+        if {"step", "backward"} <= {_name_of(n) for n in ast.walk(loop.node)}
+    ]  # fmt: skip
+    if not trains:
+        return "no loop of it calls backward() and step()"
+    scope, inner = trains[-1]
+    if scope.is_in_class:
+        return f"the loop over the batches is in a method, {scope.name}"
+    if inner.source is None:
+        return f"the loop draws from {ast.unparse(inner.node.iter)}"
+    if "zero_grad" not in script.methods:
+        return "it does not call zero_grad(), so gradients may be kept"
+    line = inner.node.lineno
+    while not (around := scope.loops_around(line)):
+        calls = [
+            (each, node.lineno) for each in script.scopes if not each.is_in_class
+            for node in each.nodes() if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name) and node.func.id == scope.name
+        ]  # fmt: skip
+        if not scope.name or not calls or calls[0][0] is scope:
+            return "no loop over range(...) around the loop over the batches"
+        scope, line = calls[0]
+    if len(around) > 1:
+        return "a further loop is around it: " + head_of(around[0])
+    outer = next((loop for loop in scope.loops if loop.node is around[0]), None)
+    if outer is None or "range" not in {_name_of(n) for n in ast.walk(outer.node.iter)}:
+        return "no loop over range(...) around the loop over the batches"
+    is_one = inner.node in ast.walk(outer.node)
+    return used_before_batches(outer, inner, line, is_one=is_one)
+
+
+def used_before_batches(outer: Loop, inner: Loop, line: int, *, is_one: bool) -> str | None:
+    """Return what would be changed twice, or read too late, before the first batch of an epoch.
+
+    ``line`` is where the loop over the epochs has the batches; ``is_one``: in its own function.
+    """
+    twice = outer.carried & outer.stored_before(line)
+    if is_one:
+        twice |= outer.carried & inner.stored & outer.read_before(line)
+    return f"{min(twice)} is used before the batches of an epoch, and kept" if twice else None
+
+
+def head_of(loop: ast.AST) -> str:
+    """Return the first line of a loop."""
+    return ast.unparse(loop).partition("\n")[0].rstrip(":")
+
+
+# ---- the changed script
+
+
+def prepare(source: bytes, file: str, names: dict[str, Any]) -> ast.Module:
+    """Return the tree of the script that this worker runs; ``names`` are its globals to be."""
+    if not LOOPS.is_enabled:
+        return ast.parse(source, file)
+    LOOPS.script = ScriptSource(source, file)
+    names[NAME] = LOOPS
+    return changed(ScriptSource(source, file))
+
+
+def changed(script: ScriptSource) -> ast.Module:
+    """Return the tree of a script with the changes for continuing."""
+    if _stores(script.tree.body) & {"range", "enumerate"}:
+        return script.tree
+    for scope in script.scopes:
+        if scope.is_in_class or scope.is_compiled:
+            continue
+        loops = scope.loops
+        for loop in loops:
+            is_epochs = _wrap(loop)
+            around = {n for o in loops if loop.node in ast.walk(o.node) for n in o.carried}
+            if around and (is_epochs or loop.source is not None):
+                loop.node.body[:0] = [_taking(loop, name) for name in sorted(around)]
+    return ast.fix_missing_locations(script.tree)
+
+
+def _wrap(loop: Loop) -> bool:
+    """Wrap what a loop draws from, if it is a range or numbered; return whether it is a range."""
+    node: ast.expr = loop.node.iter
+    replace: Callable[[ast.expr], None] = partial(setattr, loop.node, "iter")
+    while isinstance(node, ast.Call):
+        name = _name_of(node.func)
+        if isinstance(node.func, ast.Name) and name == "enumerate" and node.args:
+            node.func = _expression(f"{NAME}.enumerate", node.func)
+            node.args.insert(0, ast.copy_location(ast.Constant(loop.key), node))
+            return False
+        if isinstance(node.func, ast.Name) and name == "range" and _may_be_epochs(loop.node):
+            function = _expression(f"{NAME}.range", node)
+            key = ast.Constant(loop.key)
+            replace(ast.copy_location(ast.Call(function, [key, node], []), node))
+            return True
+        if name not in _WRAPPERS or not node.args:
+            return False
+        arguments = node.args
+        node, replace = arguments[0], partial(arguments.__setitem__, 0)
+    return False
+
+
+def _may_be_epochs(loop: ast.For) -> bool:
+    nodes = (each for part in loop.body for each in ast.walk(part))
+    return any(isinstance(each, ast.For | ast.Call) for each in nodes)
+
+
+def _expression(text: str, like: ast.AST) -> ast.expr:
+    made = ast.parse(text, mode="eval").body
+    for each in ast.walk(made):
+        ast.copy_location(each, like)
+    return made
+
+
+def _taking(loop: Loop, name: str) -> ast.stmt:
+    text = (
+        f"if {NAME}.values and {NAME}.has({loop.key!r}, {name!r}):\n"
+        f"    {name} = {NAME}.take_value({loop.key!r}, {name!r})"
+    )
+    made = ast.parse(text).body[0]
+    for each in ast.walk(made):
+        ast.copy_location(each, loop.node.body[0])
+    return made
+
+
+class Epochs:
+    """The range of a loop, as far as it is still to be run, and the present value."""
+
+    def __init__(self, key: str, values: range, code: types.CodeType | None) -> None:
+        self.key, self.values, self.code = key, values, code
+        self.value: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __iter__(self) -> Iterator[int]:
+        LOOPS.active.append(self)
+        try:
+            for value in self.values:
+                self.value = value
+                yield value
+        finally:
+            LOOPS.active.remove(self)
+            if LOOPS.on_end is not None:
+                LOOPS.on_end(self.key)
+
+
+class Loops:
+    """What the script's loops call, and what is known of them at present.
+
+    Attributes:
+        is_enabled: Whether the script of this worker is compiled with the changes.
+        script: The script's source; None before it is compiled.
+        active: The loops over a range that are being run, outer ones first.
+        values: What variables are to be set to, by the key of the loop and their names.
+        first_index: The number of the first batch of a loop that is continued.
+        on_begin: Called with the key and the range of a loop that begins; returns its rest.
+        on_end: Called with the key of such a loop that has ended.
+    """
+
+    def __init__(self) -> None:
+        self.is_enabled = False
+        self.script: ScriptSource | None = None
+        self.active: list[Epochs] = []
+        self.values: dict[str, dict[str, Any]] = {}
+        self.first_index: dict[str, int] = {}
+        self.on_begin: Callable[[str, range], range] | None = None
+        self.on_end: Callable[[str], None] | None = None
+
+    def range(self, key: str, values: Any) -> Any:
+        """Return what a loop over a range runs."""
+        if type(values) is not builtins.range:
+            return values
+        rest = values if self.on_begin is None else self.on_begin(key, values)
+        return Epochs(key, rest, sys._getframe(1).f_code)
+
+    def enumerate(self, key: str, iterable: Iterable[Any], start: int = 0) -> Iterator[Any]:
+        """Yield numbers and items, with the numbers that they have in the whole epoch."""
+        first = None
+        for number, item in enumerate(iterable, start):
+            if first is None:
+                first = self.first_index.pop(key, 0)
+            yield first + number, item
+
+    def has(self, key: str, name: str) -> bool:
+        """Return whether a variable is to be set at the beginning of an iteration."""
+        return name in self.values.get(key, ())
+
+    def take_value(self, key: str, name: str) -> Any:
+        """Return what a variable is to be set to, once."""
+        names = self.values[key]
+        value = names.pop(name)
+        if not names:
+            del self.values[key]
+        return value
+
+
+LOOPS = Loops()

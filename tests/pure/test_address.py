@@ -147,8 +147,9 @@ def test_whoever_does_not_answer_is_not_waited_for(here, monkeypatch):
 @pytest.fixture
 def linked(monkeypatch):
     """Return a function that gives eth0 these flags, one after the other, and counts the looks."""
-    monkeypatch.setattr(interface, "_LINK_POLL_S", 0.001)
-    monkeypatch.setattr(interface, "_LINK_TIMEOUT_S", 0.05)
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: now.append(now.pop() + s))
+    monkeypatch.setattr(interface, "time", clock)
     ours = [SimpleNamespace(family=socket.AF_INET, address=ETH.address)]
     monkeypatch.setattr(interface.psutil, "net_if_addrs", lambda: {"eth0": ours})
 
@@ -181,7 +182,7 @@ def test_a_link_that_does_not_come_up_is_not_waited_for_for_ever(linked, wanted,
     looks = linked("up,broadcast")
     with pytest.raises(ConfigError, match=says):
         find("n5", wanted, lambda: None)
-    assert len(looks) > 2
+    assert len(looks) == pytest.approx(1 + 5.0 / 0.05, abs=1)
 
 
 @pytest.mark.parametrize(

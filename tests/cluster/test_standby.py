@@ -7,10 +7,9 @@ import sys
 
 import pytest
 from sweeps import SLOWLY, eventually, hosts
-from variants import Cluster, cluster
+from variants import Cluster, accounted_cluster
 
 from slurm_sandbox import SandboxConfig
-from slurm_sandbox.releases import missing_packages
 
 CONFIG = SandboxConfig(
     name="standby",
@@ -37,12 +36,7 @@ pytestmark = pytest.mark.long
 @pytest.fixture
 def user(slurm):
     """Return the cluster."""
-    missing = missing_packages(accounting=True, slurm=slurm.config.slurm)
-    if missing:
-        pytest.skip(f"needs {', '.join(missing)}")
-    for up in cluster(CONFIG, slurm):
-        for line in SETUP:
-            up.slurm.run(["sacctmgr", "-i", *line.split()])
+    for up in accounted_cluster(CONFIG, slurm, SETUP):
         yield up
         up.clean()
 

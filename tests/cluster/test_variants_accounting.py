@@ -8,10 +8,9 @@ import sys
 
 import pytest
 from sweeps import SLOWLY, eventually, hosts, leader_host
-from variants import Cluster, cluster
+from variants import Cluster, accounted_cluster
 
 from slurm_sandbox import SandboxConfig
-from slurm_sandbox.releases import missing_packages
 
 CONFIG = SandboxConfig(
     name="accounted",
@@ -33,13 +32,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def _up(slurm):
-    missing = missing_packages(accounting=True, slurm=slurm.config.slurm)
-    if missing:
-        pytest.skip(f"needs {', '.join(missing)}")
-    for up in cluster(CONFIG, slurm):
-        for line in SETUP:
-            up.slurm.run(["sacctmgr", "-i", *line.split()])
-        yield up
+    yield from accounted_cluster(CONFIG, slurm, SETUP)
 
 
 @pytest.fixture

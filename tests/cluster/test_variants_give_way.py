@@ -6,12 +6,11 @@ import time
 
 import pytest
 from sweeps import eventually
-from variants import Cluster, cluster
+from variants import Cluster, accounted_cluster
 
 from hpc_elastic.site.neighbours import CHECK_S
 from hpc_elastic.slurm.job_state import WAITS_FOR_NODES
 from slurm_sandbox import SandboxConfig
-from slurm_sandbox.releases import missing_packages
 
 CONFIG = SandboxConfig(
     name="neighbours",
@@ -48,12 +47,7 @@ pytestmark = pytest.mark.long
 @pytest.fixture
 def user(slurm):
     """Return the cluster."""
-    missing = missing_packages(accounting=True, slurm=slurm.config.slurm)
-    if missing:
-        pytest.skip(f"needs {', '.join(missing)}")
-    for up in cluster(CONFIG, slurm):
-        for line in SETUP:
-            up.slurm.run(["sacctmgr", "-i", *line.split()])
+    for up in accounted_cluster(CONFIG, slurm, SETUP):
         yield up
         up.clean()
 

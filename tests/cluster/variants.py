@@ -9,9 +9,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import pytest
 from sweeps import ROOT, Sweep, eventually, train_without_end
 
 from slurm_sandbox import SandboxConfig, SlurmSandbox
+from slurm_sandbox.releases import missing_packages
 
 
 class Cluster:
@@ -64,6 +66,19 @@ class Cluster:
         path = sweep.folder / ".hpc_elastic" / "array-0.jobid"
         eventually(path.exists, "the array is submitted")
         return f"{path.read_text().strip()}_{index}"
+
+
+def accounted_cluster(
+    config: SandboxConfig, like: SlurmSandbox, setup: Sequence[str]
+) -> Iterator[Cluster]:
+    """Yield a sandbox with accounting, after some lines for sacctmgr; skip without its packages."""
+    missing = missing_packages(accounting=True, slurm=like.config.slurm)
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}")
+    for up in cluster(config, like):
+        for line in setup:
+            up.slurm.run(["sacctmgr", "-i", *line.split()])
+        yield up
 
 
 def cluster(config: SandboxConfig, like: SlurmSandbox) -> Iterator[Cluster]:

@@ -3,11 +3,10 @@
 Growth, Slurm's word and the nodes that are too few have tests of their own.
 """
 
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from long_history import work_of
 
 from groups import (
     A,
@@ -364,25 +363,6 @@ def test_a_round_of_the_same_members_has_no_event_for_each_of_them():
 # ---- large groups -------------------------------------------------------------------------
 
 
-def instructions_of(work: Callable[[], object]) -> int:
-    """How many instructions of Python some work takes."""
-    count = 0
-
-    def trace(frame, event, _):
-        nonlocal count
-        frame.f_trace_opcodes = True
-        count += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return count
-
-
 @pytest.mark.parametrize("below_min_timeout_s", [None, 300.0])
 def test_the_work_for_an_agent_does_not_grow_with_their_number(below_min_timeout_s):
     """That joins, is lost with all others, and joins as another attempt; the run has one size."""
@@ -396,9 +376,9 @@ def test_the_work_for_an_agent_does_not_grow_with_their_number(below_min_timeout
         again = [replace(agent, attempt=1) for agent in first]
         silent = LossReason.SILENT
         done = [
-            instructions_of(lambda: [m.join(agent, 0.0) for agent in first]),
-            instructions_of(lambda: [m.agent_lost(agent, silent, 9.0) for agent in first]),
-            instructions_of(lambda: [m.join(agent, 20.0) for agent in again]),
+            work_of(lambda: [m.join(agent, 0.0) for agent in first]),
+            work_of(lambda: [m.agent_lost(agent, silent, 9.0) for agent in first]),
+            work_of(lambda: [m.join(agent, 20.0) for agent in again]),
         ]
         assert m.run.phase is RoundPhase.RUNNING and m.run.entry.round == 2
         return done

@@ -38,6 +38,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from hpc_elastic.config.schema import RunSettings
 from hpc_elastic.data import ElasticSampler
 from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.errors import ConfigError
@@ -158,11 +159,17 @@ REMEDY = "launcher.adapt=off leaves the script as it is"
 
 def global_batch(of_worker: int) -> int:
     """Return the batch of this worker's run: ``launcher.global_batch``, or as above."""
+    settings, on_node = own_settings()
+    return settings.launcher.global_batch or of_worker * settings.nodes.min * on_node
+
+
+def own_settings() -> tuple[RunSettings, int]:
+    """Return the settings of this worker's run, and the number of workers on its node."""
     settings = RunDir(Path(os.environ[RUN_DIR_VARIABLE])).load().settings
     on_node = settings.nproc_per_node
     if not isinstance(on_node, int):
         on_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return settings.launcher.global_batch or of_worker * settings.nodes.min * on_node
+    return settings, on_node
 
 
 def print_level(framework: str, parts: str, *, level: int, why: str) -> None:

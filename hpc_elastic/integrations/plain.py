@@ -40,7 +40,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,7 +66,7 @@ from hpc_elastic.integrations.script_state import (
     refuse_objects,
     text_of,
 )
-from hpc_elastic.run.directory import RUN_DIR_VARIABLE, RunDir, default_checkpoints
+from hpc_elastic.run.directory import default_checkpoints
 from hpc_elastic.worker import optimizer_steps, process_group, reporting
 from hpc_elastic.worker.script_loops import LOOPS
 
@@ -149,11 +148,10 @@ def refuse_loader(loader: Any) -> None:
 
 
 def _most_workers() -> int:
-    settings = RunDir(Path(os.environ[RUN_DIR_VARIABLE])).load().settings
-    on_node = settings.nproc_per_node
-    if not isinstance(on_node, int):
-        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return int(settings.nodes.max) * on_node
+    from hpc_elastic.integrations.loader import own_settings
+
+    settings, on_node = own_settings()
+    return settings.nodes.max * on_node
 
 
 def _of_state(state: torch.Tensor) -> str:

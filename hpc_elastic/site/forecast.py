@@ -550,8 +550,10 @@ def next_start(
     learned = learned_starts(found, jobs, terms, (1,), runs, now, partitions=names, own=own)
     note = runs.describe_record(is_learned=bool(learned))
     expected = replace(expected, learned=learned.get(1), learned_from=note)
+    if launcher.time_min:
+        return expected
     best = soonest(shapes(outlook(states, ahead, now), [terms], (1,), now))
-    if launcher.time_min or best is None or best.limit_s == terms.limit_s:
+    if best is None or best.limit_s == terms.limit_s:
         return expected
     sooner, middle = best.starts_at, expected.learned.p50 if expected.learned else expected.at
     if sooner is None or (middle is not None and sooner >= middle - SAME_S):

@@ -346,30 +346,48 @@ class Scope:
 
 
 class ScriptSource:
-    """The source of a script, taken apart."""
+    """The source of a script, taken apart.
+
+    What only the adapter asks for is found then: most scripts that start are not asked.
+    """
 
     def __init__(self, source: bytes | str, file: str) -> None:
         self.file = file
         self.tree = ast.parse(source, file)
         self.scopes = list(_scopes(self.tree))
-        functions = [scope.node for scope in self.scopes[1:]]
-        of_module = (node for node in ast.walk(self.tree) if isinstance(node, ast.Global))
-        self.set_by_functions = {name for node in of_module for name in node.names}
+
+    @cached_property
+    def set_by_functions(self) -> set[str]:
         """Names of the module that functions assign."""
-        self.read_by_functions = {name for node in functions for name in _free_names(node)}
+        of_module = (node for node in ast.walk(self.tree) if isinstance(node, ast.Global))
+        return {name for node in of_module for name in node.names}
+
+    @cached_property
+    def read_by_functions(self) -> set[str]:
         """Names of the module that functions read, and some more."""
-        self.changed_by_functions = {
-            name for node in functions
-            for name in {n for n, by_method in _changed_parts([node]) if not by_method}
-            & _free_names(node)
-        }  # fmt: skip
+        return {name for scope in self.scopes[1:] for name in _free_names(scope.node)}
+
+    @cached_property
+    def changed_by_functions(self) -> set[str]:
         """Names of the module whose objects get parts from functions."""
+        return {
+            name for scope in self.scopes[1:]
+            for name in {n for n, by_method in _changed_parts([scope.node]) if not by_method}
+            & _free_names(scope.node)
+        }  # fmt: skip
+
+    @cached_property
+    def packages(self) -> set[str]:
+        """What it imports, by the name of the package."""
         nodes = list(ast.walk(self.tree))
         modules = [n.module or "" for n in nodes if isinstance(n, ast.ImportFrom)]
         modules += [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
-        self.packages = {module.partition(".")[0] for module in modules}
-        """What it imports, by the name of the package."""
-        self.methods = {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+        return {module.partition(".")[0] for module in modules}
+
+    @cached_property
+    def methods(self) -> set[str]:
+        """The names of the attributes that it uses."""
+        return {n.attr for n in ast.walk(self.tree) if isinstance(n, ast.Attribute)}
 
     def scope_of(self, code: types.CodeType, line: int) -> Scope | None:
         """Return the function that a frame executes, by its code and line."""

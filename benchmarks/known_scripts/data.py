@@ -22,7 +22,7 @@ def sentence(number: int, num_words: int) -> str:
 
 
 def text(path: Path, num_words: str) -> None:
-    """Write about so many words, ten a line, each line's end counted as one."""
+    """Write lines of ten words; the end of a line counts as a word of ``num_words``."""
     lines = int(num_words) // 11
     path.write_text("".join(f"{sentence(number, 10)}\n" for number in range(lines)))
 

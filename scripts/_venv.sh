@@ -50,7 +50,7 @@ install_extra() {
     local names=() tools=() name
     case $1 in
     test | check | docs) names=(slurm_sandbox hpc_elastic_testing hpc_elastic_watch) ;;
-    bench) names=(slurm_sandbox) ;;
+    bench) names=(slurm_sandbox hpc_elastic_testing) ;;
     gpu) names=(slurm_sandbox simulated_gpu) ;;
     esac
     for name in "${names[@]}"; do

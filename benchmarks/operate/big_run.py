@@ -39,6 +39,7 @@ class Plan:
     num_nodes: int = 16
     days: float = 3.0
     num_faults: int = 200
+    nproc: int = 1
 
 
 @dataclass(frozen=True)
@@ -114,13 +115,14 @@ class History:
     def _form(self, time: float, slots: set[int], resumed: int) -> None:
         made = Round(len(self.rounds) + 1, time, {s: self._attempts[s] for s in sorted(slots)})
         self.rounds.append(made)
+        nproc = self._plan.nproc
         members = [
-            {"task": task(s), "attempt": a, "slot": s, "host": f"node{s}", "nproc": 1}
+            {"task": task(s), "attempt": a, "slot": s, "host": f"node{s}", "nproc": nproc}
             for s, a in made.members.items()
         ]
         self._event(
             time, "round", 0, number=made.number, index=made.number, term=1, nodes=len(members),
-            world_size=len(members), members=members, restarts=self.restarts,
+            world_size=len(members) * nproc, members=members, restarts=self.restarts,
         )  # fmt: skip
         for slot, attempt in made.members.items():
             first = {"round": made.number, "step": resumed + 1, "restored": resumed}
@@ -165,7 +167,7 @@ def write(folder: Path, plan: Plan, now: float, *, output: bool = True) -> RunDi
     with run.progress.open("w") as f:
         f.writelines(json.dumps(line) + "\n" for line in progress(history, plan))
     for made in history.rounds if output else ():
-        _write_output(run, made)
+        _write_output(run, made, plan)
     _write_log(run, history, RoundRules.of(settings))
     result = {
         "run_id": "big", "status": "succeeded", "started": now - plan.days * DAY_S, "ended": now,
@@ -217,8 +219,9 @@ def _write_log(run: RunDir, history: History, rules: RoundRules) -> None:
                 log.remove_old(effect.index, effect.term)
 
 
-def _write_output(run: RunDir, made: Round) -> None:
-    for rank, (slot, attempt) in enumerate(made.members.items()):
+def _write_output(run: RunDir, made: Round, plan: Plan) -> None:
+    workers = (member for member in made.members.items() for _ in range(plan.nproc))
+    for rank, (slot, attempt) in enumerate(workers):
         folder = run.attempt(task(slot), attempt)
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"round-{made.number}.rank-{rank}.out"

@@ -310,7 +310,7 @@ def find_items(place: Place, objects: Mapping[str, Any]) -> dict[str, Any]:
     )
     found: dict[str, Any] = {}
     for space, names, used in wanted:
-        for name in sorted(used & names.keys()):
+        for name in sorted(used.intersection(names)):
             value = names[name]
             is_kept = id(_bare(value)) in kept
             parts = assigned | (set() if space else script.changed_by_functions)

@@ -723,6 +723,7 @@ def install() -> None:
     for kind in orders:
         kind.__iter__ = _watched(kind.__iter__, training)
     LOOPS.on_begin, LOOPS.on_end = training.begin_epochs, training.end_epochs
+    LOOPS.is_compiling = torch.compiler.is_compiling
     optimizer_steps.watch(training.on_step)
 
 

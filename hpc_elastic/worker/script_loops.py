@@ -13,8 +13,8 @@ and a local variable gets its value back. Python has no other way to set one fro
 to be set is what an iteration may read before it assigns it (`carried`), by the order of the
 statements: a name that is assigned in a branch counts as read before.
 
-Loops in classes and in other modules stay as they are. Nothing here needs torch, and all but
-`Loops` is pure.
+Loops in classes and in other modules stay as they are, and those that no such loop over a range
+leads to. Nothing here needs torch, and all but `Loops` is pure.
 """
 
 from __future__ import annotations
@@ -223,10 +223,14 @@ class Loop:
     @property
     def source(self) -> str | None:
         """What it draws from, as written, without `enumerate` and the like; None: a call."""
-        node = self.node.iter
-        while isinstance(node, ast.Call) and _name_of(node.func) in _WRAPPERS and node.args:
-            node = node.args[0]
+        node = _drawn(self)
         return None if isinstance(node, ast.Call) else ast.unparse(node)
+
+    @property
+    def may_train(self) -> bool:
+        """Whether it may draw batches, and does more with them than numbers need."""
+        calls = (isinstance(n, ast.Call) for part in self.node.body for n in ast.walk(part))
+        return not isinstance(_drawn(self), ast.Call) and any(calls)
 
     def has_in_header(self, line: int) -> bool:
         """Return whether a line is between ``for`` and the first statement."""
@@ -277,6 +281,14 @@ class Loop:
             return False
 
         return all(allows(each) for each in self.node.body)
+
+
+def _drawn(loop: Loop) -> ast.expr:
+    """Return what a loop draws from, without `enumerate` and the like."""
+    node = loop.node.iter
+    while isinstance(node, ast.Call) and _name_of(node.func) in _WRAPPERS and node.args:
+        node = node.args[0]
+    return node
 
 
 @dataclass(frozen=True)
@@ -489,20 +501,56 @@ def changed(script: ScriptSource) -> ast.Module:
     """Return the tree of a script with the changes for continuing."""
     if _stores(script.tree.body) & {"range", "enumerate"}:
         return script.tree
+    epochs, reached = _leading(script)
     for scope in script.scopes:
         if scope.is_in_class or scope.is_compiled:
             continue
-        loops = scope.loops
-        for loop in loops:
-            is_epochs = _wrap(loop)
-            around = {n for o in loops if loop.node in ast.walk(o.node) for n in o.carried}
-            if around and (is_epochs or loop.source is not None):
+        for loop in scope.loops:
+            is_below = scope.name in reached or any(_contains(o, loop) for o in epochs)
+            if loop in epochs or (loop.may_train and is_below):
+                _wrap(loop)
+                around = {
+                    n for o in scope.loops if o is loop or _contains(o, loop) for n in o.carried
+                }
                 loop.node.body[:0] = [_taking(loop, name) for name in sorted(around)]
     return ast.fix_missing_locations(script.tree)
 
 
-def _wrap(loop: Loop) -> bool:
-    """Wrap what a loop draws from, if it is a range or numbered; return whether it is a range."""
+def _leading(script: ScriptSource) -> tuple[list[Loop], set[str]]:
+    """Return the loops over a range that lead to one over batches, and the functions they call."""
+    reads: dict[str, set[str]] = {}
+    for scope in script.scopes[1:]:
+        reads.setdefault(scope.name, set()).update(_reads([scope.node]))
+    to = {s.name for s in script.scopes[1:] if any(loop.may_train for loop in s.loops)}
+    while more := {name for name, read in reads.items() if read & to} - to:
+        to |= more
+    epochs = [
+        loop for scope in script.scopes for loop in scope.loops
+        if _calls_range(_drawn(loop)) and (
+            _reads(loop.node.body) & to
+            or any(_contains(loop, inner) and inner.may_train for inner in scope.loops)
+        )
+    ]  # fmt: skip
+    reached = set[str]()
+    found = {name for loop in epochs for name in _reads(loop.node.body)}
+    while more := found & reads.keys() - reached:
+        reached |= more
+        found = {name for each in more for name in reads[each]}
+    return epochs, reached
+
+
+def _calls_range(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range"
+    )
+
+
+def _contains(outer: Loop, inner: Loop) -> bool:
+    return outer is not inner and any(node is inner.node for node in ast.walk(outer.node))
+
+
+def _wrap(loop: Loop) -> None:
+    """Wrap what a loop draws from, if it is a range or numbered."""
     node: ast.expr = loop.node.iter
     replace: Callable[[ast.expr], None] = partial(setattr, loop.node, "iter")
     while isinstance(node, ast.Call):
@@ -510,22 +558,16 @@ def _wrap(loop: Loop) -> bool:
         if isinstance(node.func, ast.Name) and name == "enumerate" and node.args:
             node.func = _expression(f"{NAME}.enumerate", node.func)
             node.args.insert(0, ast.copy_location(ast.Constant(loop.key), node))
-            return False
-        if isinstance(node.func, ast.Name) and name == "range" and _may_be_epochs(loop.node):
+            return
+        if _calls_range(node):
             function = _expression(f"{NAME}.range", node)
             key = ast.Constant(loop.key)
             replace(ast.copy_location(ast.Call(function, [key, node], []), node))
-            return True
+            return
         if name not in _WRAPPERS or not node.args:
-            return False
+            return
         arguments = node.args
         node, replace = arguments[0], partial(arguments.__setitem__, 0)
-    return False
-
-
-def _may_be_epochs(loop: ast.For) -> bool:
-    nodes = (each for part in loop.body for each in ast.walk(part))
-    return any(isinstance(each, ast.For | ast.Call) for each in nodes)
 
 
 def _expression(text: str, like: ast.AST) -> ast.expr:
@@ -579,6 +621,7 @@ class Loops:
         first_index: The number of the first batch of a loop that is continued.
         on_begin: Called with the key and the range of a loop that begins; returns its rest.
         on_end: Called with the key of such a loop that has ended.
+        is_compiling: Whether torch.compile traces the caller, for which nothing is changed.
     """
 
     def __init__(self) -> None:
@@ -589,18 +632,28 @@ class Loops:
         self.first_index: dict[str, int] = {}
         self.on_begin: Callable[[str, range], range] | None = None
         self.on_end: Callable[[str], None] | None = None
+        self.is_compiling: Callable[[], bool] = bool
+
+    def __reduce__(self) -> str:
+        """Pickle it by its name, with functions of the script that use it."""
+        return "LOOPS"
 
     def range(self, key: str, values: Any) -> Any:
         """Return what a loop over a range runs."""
-        if type(values) is not builtins.range:
+        if self.is_compiling() or type(values) is not builtins.range:
             return values
         rest = values if self.on_begin is None else self.on_begin(key, values)
         return Epochs(key, rest, sys._getframe(1).f_code)
 
     def enumerate(self, key: str, iterable: Iterable[Any], start: int = 0) -> Iterator[Any]:
-        """Yield numbers and items, with the numbers that they have in the whole epoch."""
+        """Return numbers and items, with the numbers that they have in the whole epoch."""
+        if self.is_compiling():
+            return builtins.enumerate(iterable, start)
+        return self._enumerated(key, iterable, start)
+
+    def _enumerated(self, key: str, iterable: Iterable[Any], start: int) -> Iterator[Any]:
         first = None
-        for number, item in enumerate(iterable, start):
+        for number, item in builtins.enumerate(iterable, start):
             if first is None:
                 first = self.first_index.pop(key, 0)
             yield first + number, item

@@ -22,7 +22,7 @@ from hpc_elastic.errors import InexactError
 from hpc_elastic.integrations import plain
 from hpc_elastic.run.directory import RUN_DIR_VARIABLE
 from hpc_elastic.worker import checkpoint_trigger, optimizer_steps
-from hpc_elastic.worker.script_loops import LOOPS, prepare
+from hpc_elastic.worker.script_loops import LOOPS, NAME, prepare
 
 UNCHANGED = Path(__file__).parents[1] / "unchanged"
 LEVEL_2 = "hpc_elastic: adapted: plain loop (state, position), level 2: no step is lost"
@@ -271,6 +271,27 @@ def test_what_the_script_itself_has_read_counts_where_it_is_later(runs, capsys, 
     assert torch.load("own.pt")["next"] == 4
     steps = torch.load("own.pt")["optimizer"]["state"][0]["step"]
     assert steps == 44, "none is lost, and none made twice"
+
+
+COMPILED = """
+import torch
+batches = [torch.ones(2), torch.ones(2)]
+
+def step(x):
+    for epoch in range(2):
+        for i, batch in enumerate(batches):
+            x = torch.sin(x) + batch * i
+    return x
+
+for epoch in range(1):
+    found = torch.compile(step, backend="eager", fullgraph=True)(torch.ones(2))
+    result = torch.equal(found, step(torch.ones(2))) and step.__code__.co_names
+"""
+
+
+def test_a_compiled_function_has_no_break_in_its_graph(runs):
+    """torch.compile traces the loops of a function as the script has them."""
+    assert NAME in runs.run(COMPILED), "its loops are changed"
 
 
 def test_a_script_that_has_changed_is_refused(runs):

@@ -1,6 +1,7 @@
 """The loops of a script: what they carry, how they are changed, and what cannot be continued."""
 
 import ast
+import pickle
 import types
 
 import pytest
@@ -125,13 +126,21 @@ def test_a_changed_script_has_the_lines_of_the_script():
     [
         "class A:\n    def f(self):\n        for i in range(3):\n            self.g(i)",
         "for i in range(3):\n    x = i",
+        "def power(x):\n    for i in range(3):\n        x = g(x)\n    return x",
+        "def power(x):\n    for i in range(3):\n        for j in range(i):\n            x = g(x)",
+        "for i, name in enumerate(names):\n    print(name)",
         "def range(n): return [n]\nfor i in range(3):\n    f(i)",
         "for i in other(3):\n    f(i)",
     ],
 )
 def test_other_loops_stay_as_they_are(source):
-    """Those in classes, of numbers alone, and where the script has a range of its own."""
+    """Those in classes, those that lead to no loop over batches, and of a range of its own."""
     assert ast.dump(changed(ScriptSource(source, "x.py"))) == ast.dump(ast.parse(source))
+
+
+def test_a_function_of_the_script_can_be_pickled():
+    """By the name of what its loops call, not with a copy of it."""
+    assert pickle.loads(pickle.dumps(LOOPS)) is LOOPS
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from pathlib import Path
 from hpc_elastic.agent.signals import do_nothing, name_of
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.worker import script_loops
+from hpc_elastic.worker.own_checkpoints import KEY, OwnCheckpoints
 
 
 class FailedCommandError(HpcElasticError):
@@ -37,6 +38,10 @@ _CERTAIN_CODES = (2, 126, 127)
 """Exit codes for wrong arguments, and of shells for commands that cannot be run or found."""
 
 
+own_checkpoints = OwnCheckpoints()
+"""Of this worker; outside of a run it does nothing."""
+
+
 def run_command(*argv: str) -> None:
     """Run a command in this worker; return once it has succeeded.
 
@@ -46,9 +51,12 @@ def run_command(*argv: str) -> None:
     inside = _in_process(argv)
     if inside is not None:
         sys.path[:] = dict.fromkeys([*search_folders(argv), *sys.path])
-        _run_python(inside)
+        _run_python(own_checkpoints.continued(inside))
         return
     shown = shlex.join(argv)
+    if own_checkpoints.given:
+        remedy = "needs a command that runs in the worker itself: python SCRIPT, or -m MODULE"
+        raise FailedCommandError(f"{KEY} {remedy}; this is `{shown}`", is_certain=True)
     try:
         code = subprocess.call(argv)
     except OSError as e:

@@ -38,8 +38,9 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, TextIO
 
-from hpc_elastic.agent import main_block, signals, stacks, worker_group
+from hpc_elastic.agent import command, main_block, signals, stacks, worker_group
 from hpc_elastic.agent.command import FailedCommandError
+from hpc_elastic.config.schema import LauncherSettings
 from hpc_elastic.errors import HpcElasticError, InexactError, PermanentError
 from hpc_elastic.gpus import NVIDIA_GPUS
 from hpc_elastic.run import arguments, ownership
@@ -54,6 +55,7 @@ from hpc_elastic.worker import (
     script_loops,
     shared_page,
 )
+from hpc_elastic.worker.own_checkpoints import OwnCheckpoints
 
 _log = logging.getLogger("hpc_elastic.agent.worker_main")  # its own name is __main__
 
@@ -121,6 +123,8 @@ def main(argv: list[str]) -> int:
             script_loops.LOOPS.is_enabled = True
             for framework, adapter in _ADAPTERS.items():
                 after_import(framework, partial(_adapt, adapter))
+        if entry.is_command and not spec.settings.ft:
+            _follow_checkpoints(run, spec.settings.launcher)
         function = load_function(entry)
         if warm_worker is not None:
             from hpc_elastic.agent.warm_workers import warn_of_late_variables
@@ -335,6 +339,14 @@ def _is_private(file: Path) -> bool:
 
 def _adapt(adapter: str) -> None:
     importlib.import_module(adapter).install()
+
+
+def _follow_checkpoints(run: RunDir, launcher: LauncherSettings) -> None:
+    """Let the script continue from the checkpoints that it writes itself."""
+    if launcher.adapt == "auto" or launcher.resume_args:
+        own = command.own_checkpoints = OwnCheckpoints(run, launcher.resume_args)
+        after_import("torch", own.watch_torch)
+        after_import("accelerate.accelerator", own.watch_accelerate)
 
 
 def to_json(value: Any) -> str:

@@ -411,7 +411,7 @@ SECTIONS = {
     "Slurm": "partition account qos gpus_per_node cpus_per_node mem constraint exclude exclusive "
     "array_parallelism job_name result_job setup sbatch srun_args python template",
     "Faults": "ft max_restarts max_failed_rounds max_requeues require_group on_bad_loss",
-    "Script": "adapt",
+    "Script": "adapt resume_args",
 }
 """Settings by topic, in the order of the help. Others follow, and groups, each a topic."""
 

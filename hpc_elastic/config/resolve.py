@@ -274,6 +274,9 @@ def _contradictions(nodes: NodeRange, settings: Backend, *, ft: bool) -> Iterato
     if ft and settings.scale_up == "on_restart":
         remedy = "with ft=true a late node always joins at once: leave it out"
         yield ConfigError("launcher.scale_up", settings.scale_up, remedy)
+    if ft and settings.resume_args:
+        remedy = "with ft=true a replica that starts again heals from the others: leave it out"
+        yield ConfigError("launcher.resume_args", settings.resume_args, remedy)
     for key in ("min_efficiency", "sweep_growth"):
         if ft and (value := getattr(settings, key)) != getattr(LauncherSettings, key):
             remedy = "with ft=true every node is taken in: leave it out"
@@ -667,6 +670,14 @@ def _srun_args(given: Given) -> list[str]:
     return args
 
 
+def _resume_args(given: Given) -> list[str]:
+    """Return words of a command, in which one file at most is to be found."""
+    words = texts(given)
+    if re.sub(r"\{newest:[^{}]+\}", "", " ".join(words), count=1).count("{newest"):
+        raise given.refuse("allowed is one {newest:GLOB}, as in ['--resume', '{newest:out/*.pt}']")
+    return words
+
+
 _word = _matching(r"[^\s,=]\S*", "a name without spaces; a number from YAML goes in quotes")
 _gpu_text = _matching(
     r"[1-9]\d{0,2}|\w[\w.-]*:[1-9]\d*(,\w[\w.-]*:[1-9]\d*)*",
@@ -721,6 +732,7 @@ FORMS: dict[str, Parser] = {
     ),
     "sbatch": _sbatch_flags,
     "srun": _srun_args,
+    "resume args": _resume_args,
     "direction": _directions,
     "sampler": _component(*SAMPLERS),
     "pruner": _component(*PRUNERS),

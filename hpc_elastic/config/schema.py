@@ -195,6 +195,12 @@ class LauncherSettings:
     sample comes once an epoch, and no step is lost when the group changes; a plain PyTorch loop
     loses no step. A line of rank 0 says what was adapted, and what is not exact. Not with
     ``ft=true``. ``off`` leaves scripts as they are."""
+    resume_args: Annotated[list[str] | None, "resume args"] = None
+    """With `hpc-elastic run`, the words that a restart adds to the command once the script has
+    written a checkpoint: ``['--resume', '{newest:out/*.pt}']``. ``{newest:GLOB}`` is the newest
+    complete file, or folder of Accelerate's, that matches and that this run has written. null: the
+    option of the script that takes a checkpoint, if one is known, such as ``--resume``. Empty: no
+    words."""
     on_bad_loss: Literal["warn", "stop"] = "warn"
     """If a reported loss is not a finite number: name it in ``status`` and events (``warn``), or
     end the run as well (``stop``)."""

@@ -10,6 +10,7 @@ import ast
 from collections.abc import Iterator
 
 from hpc_elastic.doctor.findings import Finding, ok, warn
+from hpc_elastic.worker.own_checkpoints import find_option
 from hpc_elastic.worker.script_loops import ScriptSource, why_not_continued
 
 _WHY = "what is not exact trains some samples twice and others never when nodes come or go"
@@ -60,16 +61,19 @@ def check_script(source: str, name: str) -> Finding:
 
 def _check_plain(tree: ast.AST, name: str) -> Finding:
     """Return the finding on a loop of the script's own."""
-    remedy = "convert it: docs/howto/convert.md, about ten lines"
+    option, remedy = find_option(tree), "convert it: docs/howto/convert.md, about ten lines"
+    resumes = f"; a restart would give {option[0]} its newest checkpoint" if option else ""
+    if option is None:
+        remedy += "; or give launcher.resume_args, if it reads its own checkpoints"
     shards = ("fully_shard", "FullyShardedDataParallel")
     used = [n for n in ast.walk(tree) if isinstance(n, ast.Name | ast.alias)]
     names = {n.id if isinstance(n, ast.Name) else n.name for n in used}
     own = sorted(names & {*_OWN_ORDER, *shards})
     why = f"it uses {own[0]}" if own else why_not_continued(ScriptSource(ast.unparse(tree), name))
     if why is not None:
-        return warn("script.level", f"{name} would be level 1: {why}", _WHY, remedy)
+        return warn("script.level", f"{name} would be level 1: {why}{resumes}", _WHY, remedy)
     found = f"{name} would be level 2, as far as reading shows: a plain loop loses no step"
-    return ok("script.level", f"{found}, and its batch changes with the workers")
+    return ok("script.level", f"{found}, and its batch changes with the workers{resumes}")
 
 
 def _inexact(tree: ast.AST, table: dict[str, str]) -> Iterator[tuple[str, str]]:

@@ -157,6 +157,10 @@ def prepare(
     ``is_again``: a launcher of the same submission was killed before it submitted them, and its
     files are replaced. Raises HpcElasticError as `lay_out`, `query_terms` and `write` do.
     """
+    for request in requests:
+        if (words := request.settings.launcher.resume_args) and not request.entry.is_command:
+            remedy = "is for commands of `hpc-elastic run`; a function or a Hydra script has none"
+            raise ConfigError("launcher.resume_args", words, remedy)
     found = provenance(requests[0].entry)
     _note_secrets([override for request in requests for override in request.overrides])
     if flags := lost_flags(sys.flags.optimize, sys.warnoptions, os.environ):

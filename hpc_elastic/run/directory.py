@@ -265,6 +265,7 @@ class RunDir:
     avoided = _Below("avoided")  # nodes on which lost tasks may still run (`slurm.quarantine`)
     checkpoints = _Below("checkpoints")  # by default; the script may choose another folder
     compiled = _Below("compile")
+    own_checkpoints = _Below("own_checkpoints")  # of the script (`worker.own_checkpoints`)
     departing = _Below("departing")  # tasks that leave together (`slurm.combined_requests`)
     saves_to = _Below("saves_to")  # other directories of checkpoints (`checkpoint.store`)
     notified = _Below("notified")  # the messages that were sent, a file each (`run.notify`)

@@ -154,3 +154,43 @@ def test_a_lightning_script_is_exact_as_it_is(slurm: SlurmSandbox, tmp_path):
     assert audited.returncode == 0, audited.stdout + audited.stderr
     story = build_timeline(EventIndex(read_events(path / "events")))
     assert [entry.cost.lost_steps for entry in story if entry.kind == "shrank"] == [0]
+
+
+@pytest.mark.long
+def test_a_script_continues_from_its_own_checkpoint(slurm: SlurmSandbox, tmp_path):
+    """It is killed while it saves, and loses a node; no epoch that is saved is trained again."""
+    script = UNCHANGED / "own_resume.py"
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        folder.mkdir()
+    subprocess.run([sys.executable, script], cwd=whole, env={**os.environ, **alone}, check=True)
+    settings = 'launcher: slurm\nnodes: "1:2"\nnproc_per_node: 1\nscale_up: immediate\n'
+    settings += "resume_args: [--resume, '{newest:out/check*.pt}']\nrun_dir: run\n"
+    (parts / "hpc_elastic.yaml").write_text(settings)
+    env = {**os.environ, **slurm.env, "PAUSE_S": "1.2", "DIES_IN_SAVE_OF": "3"}
+    argv = [sys.executable, "-m", "hpc_elastic", "run", "--", sys.executable, str(script)]
+    with subprocess.Popen(
+        slurm.on_login(argv), cwd=parts, env=env, text=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as run:  # fmt: skip
+
+        def num_epochs() -> int:
+            if run.poll() is not None:
+                pytest.fail(f"it has ended: {run.communicate()[0]}")
+            file = parts / "epochs"
+            return len(file.read_text().split()) if file.exists() else 0
+
+        try:
+            eventually(lambda: num_epochs() >= 4, "epoch 3 is saved")
+            slurm.preempt(["node1"], for_s=20)
+            output = run.communicate(timeout=300)[0]
+        finally:
+            run.kill()
+    assert run.returncode == 0, output
+    events = read_events(parts / "run" / "events")
+    assert len([e for e in events if e["kind"] == "round"]) >= 3
+    assert [int(line) for line in (parts / "epochs").read_text().split()] == [*range(8)]
+    assert (parts / "result.json").read_text() == (whole / "result.json").read_text()
+    said = "".join(f.read_text() for f in (parts / "run" / "tasks").rglob("*rank-0.err"))
+    assert said.count("continues from out/checkpoint.pt, which this run wrote at") >= 2, said

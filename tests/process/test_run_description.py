@@ -28,7 +28,7 @@ OF_RULES = (
     "min_nodes", "max_nodes", "unit_nodes", "ft", "max_restarts", "scale_up", "max_requeues",
     "scale_up_timeout_s", "min_efficiency", "below_min_timeout_s", "max_failed_rounds",
 )  # fmt: skip
-ADDED = {"give_way": "off", "adapt": "off", "notify": asdict(NotifySettings())}
+ADDED = {"give_way": "off", "adapt": "off", "resume_args": None, "notify": asdict(NotifySettings())}
 """Keys of the launcher that 0.2.0 did not know: such a run goes on as it was."""
 AS_BEFORE = ("run_id", "submission", "entry", "provenance", "generation")
 TASK = {

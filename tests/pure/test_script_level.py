@@ -74,3 +74,12 @@ def test_what_would_not_be_exact_is_named_with_its_remedy(source, found, remedy)
 def test_what_changes_nothing_is_no_finding(source):
     """What a config decides is not seen."""
     assert check_script(source, "train.py").verdict is Verdict.OK
+
+
+def test_what_a_restart_would_continue_from_is_in_the_finding():
+    """The option of the script; or the setting, where none is known."""
+    script = "unchanged/own_resume.py"
+    finding = check_script((TESTS / script).read_text(), script)
+    assert "; a restart would give --resume its newest checkpoint" in finding.found
+    assert "resume_args" not in finding.remedy
+    assert "launcher.resume_args" in check_script("import torch", "x.py").remedy

@@ -202,18 +202,42 @@ def _changed_parts(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, bool]]:
 # ---- a script
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Loop:
     """A ``for`` of a script.
 
     Attributes:
         key: Its function and its target, by which it is found again in an edited script.
-        carried: What an iteration may read before it assigns it.
+        scope: Its function, or the module level.
     """
 
     key: str
     node: ast.For = field(repr=False)
-    carried: frozenset[str] = frozenset()
+    scope: Scope = field(repr=False)
+
+    @cached_property
+    def carried(self) -> set[str]:
+        """What an iteration may read before it assigns it.
+
+        What only a loop inside assigns, such as a loss, is there after it; if that had no
+        iteration, a name from before the loop would be read instead, and any other is an error.
+        """
+        flow, once = _Flow(), _Flow(loops_run=True)
+        for each in (flow, once):
+            each.expression(self.node.target)
+            each.block(self.node.body)
+        line, end = self.node.lineno, self.node.end_lineno or 0
+        statements = (each for each in self.scope.nodes() if isinstance(each, ast.stmt))
+        before = _stores(each for each in statements if (each.end_lineno or 0) < line)
+        flow.read_first &= once.read_first | before
+        flow.definite |= once.definite - before
+        inside = {id(each) for each in ast.walk(self.node)}
+        others = {
+            each.id for each in ast.walk(self.scope.node)
+            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
+            and id(each) not in inside and each.lineno > end
+        }  # fmt: skip
+        return flow.stored & (flow.read_first | (others - flow.definite))
 
     @property
     def targets(self) -> set[str]:
@@ -316,7 +340,7 @@ class Scope:
                 while key in keys:
                     key += "+"
                 keys.add(key)
-                found.append(Loop(key, node, frozenset(self._carried(node))))
+                found.append(Loop(key, node, self))
         return found
 
     def nodes(self, node: ast.AST | None = None) -> Iterator[ast.AST]:
@@ -325,28 +349,6 @@ class Scope:
             if not isinstance(child, _FUNCTIONS | ast.ClassDef | ast.Lambda):
                 yield child
                 yield from self.nodes(child)
-
-    def _carried(self, loop: ast.For) -> set[str]:
-        """Return what a loop carries.
-
-        What only a loop inside assigns, such as a loss, is there after it; if that had no
-        iteration, a name from before the loop would be read instead, and any other is an error.
-        """
-        flow, once = _Flow(), _Flow(loops_run=True)
-        for each in (flow, once):
-            each.expression(loop.target)
-            each.block(loop.body)
-        statements = [each for each in self.nodes() if isinstance(each, ast.stmt)]
-        before = _stores(each for each in statements if (each.end_lineno or 0) < loop.lineno)
-        flow.read_first &= once.read_first | before
-        flow.definite |= once.definite - before
-        inside = {id(each) for each in ast.walk(loop)}
-        others = {
-            each.id for each in ast.walk(self.node)
-            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
-            and id(each) not in inside and each.lineno > (loop.end_lineno or 0)
-        }  # fmt: skip
-        return flow.stored & (flow.read_first | (others - flow.definite))
 
     def loops_around(self, line: int) -> list[ast.AST]:
         """Return the loops whose body has a line."""
@@ -502,21 +504,20 @@ def changed(script: ScriptSource) -> ast.Module:
     if _stores(script.tree.body) & {"range", "enumerate"}:
         return script.tree
     epochs, reached = _leading(script)
+    names: dict[Loop, set[str]] = {}  # what its iterations take: all is found before it is changed
     for scope in script.scopes:
-        if scope.is_in_class or scope.is_compiled:
-            continue
-        for loop in scope.loops:
-            is_below = scope.name in reached or any(_contains(o, loop) for o in epochs)
-            if loop in epochs or (loop.may_train and is_below):
-                _wrap(loop)
-                around = {
-                    n for o in scope.loops if o is loop or _contains(o, loop) for n in o.carried
-                }
-                loop.node.body[:0] = [_taking(loop, name) for name in sorted(around)]
+        for loop in [] if scope.is_in_class or scope.is_compiled else scope.loops:
+            around = [each for each in scope.loops if _contains(each, loop)]
+            is_inner = scope.name in reached or not epochs.isdisjoint(around)
+            if loop in epochs or (is_inner and loop.may_train):
+                names[loop] = loop.carried.union(*(each.carried for each in around))
+    for loop, carried in names.items():
+        _wrap(loop)
+        loop.node.body[:0] = [_taking(loop, name) for name in sorted(carried)]
     return ast.fix_missing_locations(script.tree)
 
 
-def _leading(script: ScriptSource) -> tuple[list[Loop], set[str]]:
+def _leading(script: ScriptSource) -> tuple[set[Loop], set[str]]:
     """Return the loops over a range that lead to one over batches, and the functions they call."""
     reads: dict[str, set[str]] = {}
     for scope in script.scopes[1:]:
@@ -524,13 +525,13 @@ def _leading(script: ScriptSource) -> tuple[list[Loop], set[str]]:
     to = {s.name for s in script.scopes[1:] if any(loop.may_train for loop in s.loops)}
     while more := {name for name, read in reads.items() if read & to} - to:
         to |= more
-    epochs = [
+    epochs = {
         loop for scope in script.scopes for loop in scope.loops
         if _calls_range(_drawn(loop)) and (
             _reads(loop.node.body) & to
             or any(_contains(loop, inner) and inner.may_train for inner in scope.loops)
         )
-    ]  # fmt: skip
+    }  # fmt: skip
     reached = set[str]()
     found = {name for loop in epochs for name in _reads(loop.node.body)}
     while more := found & reads.keys() - reached:
@@ -546,7 +547,7 @@ def _calls_range(node: ast.AST) -> bool:
 
 
 def _contains(outer: Loop, inner: Loop) -> bool:
-    return outer is not inner and any(node is inner.node for node in ast.walk(outer.node))
+    return outer.node.lineno < inner.node.lineno <= (outer.node.end_lineno or 0)
 
 
 def _wrap(loop: Loop) -> None:

@@ -286,7 +286,7 @@ class OwnCheckpoints:
 
         @functools.wraps(load)
         def load_noted(f: Any, *args: Any, **options: Any) -> Any:
-            name = getattr(f, "name", f)
+            name = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)
             if isinstance(name, str | os.PathLike):
                 path, files = os.path.realpath(name), map(os.path.realpath, self._decision["files"])
                 self._was_read |= any(f"{path}/".startswith(f"{each}/") for each in files)
@@ -378,5 +378,5 @@ class OwnCheckpoints:
         sync_to_disk(notes)
         if (is_whole or self.given) and not self._has_told:
             self._has_told = True
-            shown = os.path.relpath(path)
-            self._print(f"a restart continues from {shown}, or a later one, by {self._name}")
+            shown = f"what this run has written last, such as {os.path.relpath(path)}"
+            self._print(f"a restart continues from {shown}, by {self._name}")

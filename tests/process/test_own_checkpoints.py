@@ -145,9 +145,23 @@ def test_what_the_user_gave_is_replaced_once_the_run_has_a_newer_one(groups, cap
     Path("own.pt").unlink()
     assert groups.run(script(""), *words)["argv"] == [*words]
     said = capsys.readouterr().err
-    assert "a restart continues from own.pt, or a later one, by --resume\n" in said
+    assert "from what this run has written last, such as own.pt, by --resume\n" in said
     assert "by --resume in the place of given.pt\n" in said
     assert f"begins with given.pt: what this run wrote last, {Path('own.pt').absolute()}" in said
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "found = torch.load(pathlib.Path(args.resume))",
+        "with open(args.resume, 'rb') as file: found = torch.load(file)",
+    ],
+)
+def test_a_script_may_read_it_in_any_way(groups, how):
+    """By a path, or from an open file."""
+    groups.run(script("save('a.pt')"))
+    text = script("").replace("found = torch.load(args.resume)", how)
+    assert groups.run(f"import pathlib{text}")["begun_at"] == 1
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,16 @@ library is taken to keep nothing for the training, except those in `_WITH_STATE`
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import json
+import marshal
 import site
 import sys
 import sysconfig
 import types
+import zlib
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,7 +32,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hpc_elastic import tree_codec
-from hpc_elastic.errors import ConfigError
+from hpc_elastic.errors import ConfigError, HpcElasticError
 from hpc_elastic.worker import optimizer_steps
 from hpc_elastic.worker.script_loops import LOOPS, Epochs, Loop, Scope, head_of, used_before_batches
 
@@ -39,6 +42,18 @@ _BARS = ("tqdm", "rich")
 
 class UnknownStateError(Exception):
     """Why a training cannot be continued inside of an epoch."""
+
+
+@contextlib.contextmanager
+def _of_script() -> Iterator[None]:
+    """Make a reason of whatever the script's objects raise: the training itself goes on."""
+    try:
+        yield
+    except (UnknownStateError, HpcElasticError):
+        raise
+    except Exception as e:
+        why = f"its objects cannot be read ({type(e).__name__}: {e})"
+        raise UnknownStateError(why) from e
 
 
 @dataclass(frozen=True)
@@ -70,6 +85,7 @@ class Place:
                 frame.f_locals.clear()
 
 
+@_of_script()
 def find_place(loader: Any) -> Place:
     """Return where the caller of a loader is; UnknownStateError if that cannot be continued."""
     script, frame = LOOPS.script, _frame_of_user()
@@ -126,7 +142,7 @@ def _refuse_loops(found: list[ast.AST]) -> None:
 
 def _frame_of_user() -> types.FrameType | None:
     frame: types.FrameType | None = sys._getframe(1)
-    own = (__name__, LOOPS.__module__, "hpc_elastic.integrations.plain")
+    own = (__name__, LOOPS.__module__, "hpc_elastic.integrations.plain", contextlib.__name__)
     while frame is not None:
         module = _module_of(frame)
         if module not in own and module.partition(".")[0] not in _BARS:
@@ -165,6 +181,7 @@ def _bare(value: Any) -> Any:
     return value
 
 
+@_of_script()
 def find_objects(place: Place) -> dict[str, Any]:
     """Return the objects that have a state, each by the first name that it has."""
     found: dict[str, Any] = {}
@@ -185,6 +202,7 @@ def find_objects(place: Place) -> dict[str, Any]:
 _NO_NAME = "has no name in the script, or in a function between the loops"
 
 
+@_of_script()
 def refuse_objects(objects: Mapping[str, Any]) -> None:
     """Raise UnknownStateError if something that is trained has no name, or cannot be kept."""
     values = [_bare(value) for value in objects.values()]
@@ -233,14 +251,26 @@ _WITH_ITERATORS = (
 
 
 LENGTH = ", its length"
+_LARGE = 10_000
 
 
 def text_of(value: Any) -> str | None:
-    """Return the text of a plain value; None if it has something else inside."""
+    """Return the text of a plain value, of a large one a digest; None: it has something else."""
+    with contextlib.suppress(ValueError):
+        if _is_large(value):
+            return str(zlib.crc32(marshal.dumps(value, 2)))  # which depends on the value alone
     try:
         return json.dumps(tree_codec.encode(value, "", lambda _path, _leaf: None))
     except ConfigError:
         return None
+
+
+def _is_large(value: Any) -> bool:
+    """Return whether a list or a dict has so much in it that its text takes long, as data have."""
+    if not isinstance(value, list | dict) or len(value) > _LARGE:
+        return isinstance(value, list | dict)
+    parts = value.values() if isinstance(value, dict) else value
+    return sum(len(part) for part in parts if isinstance(part, list | dict | tuple)) > _LARGE
 
 
 def _is_of_library(kind: type) -> bool:
@@ -337,6 +367,7 @@ def _takes_parts(value: Any, *, is_kept: bool) -> bool:
     return not isinstance(value, _UNCHANGING) and not _is_of_library(type(value))
 
 
+@_of_script()
 def plain_values(place: Place, objects: Mapping[str, Any]) -> dict[str, Any]:
     """Return what loops and functions may change, beside variables of the loops, by name."""
     assert LOOPS.script is not None
@@ -353,10 +384,9 @@ def plain_values(place: Place, objects: Mapping[str, Any]) -> dict[str, Any]:
 _MISSING = object()
 
 
-def carried_values(
-    place: Place, objects: Mapping[str, Any]
-) -> Iterator[tuple[str, str, Any, bool]]:
-    """Yield the key of a loop, a name that it carries, its value, and whether it may begin anew."""
+@_of_script()
+def carried_values(place: Place, objects: Mapping[str, Any]) -> list[tuple[str, str, Any, bool]]:
+    """Return the keys of loops, what they carry, the values, and whether they may begin anew."""
     (scope, frame), (_, outer_frame) = place.frames[0], place.frames[-1]
     one, outer, inner = place.is_one_function, place.outer, place.inner
     found = [(outer.key, name, outer_frame, False) for name in sorted(outer.carried)]
@@ -365,11 +395,13 @@ def carried_values(
             one and name in outer.carried
         )
         found.append((inner.key, name, frame, of_epoch and inner.is_only_shown(name)))
+    values = []
     for key, name, at, is_shown in found:
         value = _value(at, name)
         mine = {each.rpartition(".")[2] for each, kept in objects.items() if kept is value}
         if value is not _MISSING and name not in mine:
-            yield key, name, value, is_shown
+            values.append((key, name, value, is_shown))
+    return values
 
 
 def _value(frame: types.FrameType, name: str) -> Any:

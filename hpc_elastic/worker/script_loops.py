@@ -34,6 +34,8 @@ _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 _LEAVES = ast.Continue | ast.Break | ast.Return | ast.Raise
 _WRAPPERS = ("enumerate", "tqdm", "track")
 """Calls that yield the batches of a loader one by one, as the loop asks for them."""
+_EFFECTS = ast.Call | ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom
+"""What must not be evaluated a second time."""
 _OUTPUT = frozenset(
     [
         "print",
@@ -248,7 +250,8 @@ class Loop:
     def source(self) -> str | None:
         """What it draws from, as written, without `enumerate` and the like; None: a call."""
         node = _drawn(self)
-        return None if isinstance(node, ast.Call) else ast.unparse(node)
+        has_effects = any(isinstance(each, _EFFECTS) for each in ast.walk(node))
+        return None if has_effects else ast.unparse(node)
 
     @property
     def may_train(self) -> bool:

@@ -169,6 +169,10 @@ def script(**parts: str) -> str:
             "setup": "class Stopper:\n    count = 0\nstopper = Stopper()",
             "end": "stopper.count += 1; model.bias.data.add_(stopper.count)",
         },
+        {
+            "setup": "counts = [0] * 20_000",
+            "end": "counts[1] += 1; model.bias.data.add_(counts[1])",
+        },
         {"before": "n = 0", "step": "n += 1; model.bias.data.add_(n)"},
         {"imports": "from tqdm import tqdm", "batches": "tqdm(loader)", "epochs": "tqdm(range(4))"},
         {"epochs": "range(10, 2, -2)"},
@@ -185,6 +189,10 @@ def test_shapes_that_are_continued(runs, capsys, parts):
     [
         ({"epochs": "[0, 1]"}, "no loop over range(...)"),
         ({"batches": "map(tuple, loader)"}, "the loop draws from map(tuple, loader)"),
+        ({"setup": "calls = []\ndef made():\n    assert len(calls) < 4\n    return [calls, loader]",
+          "batches": "[made()[0].append(1), loader][1]"}, "the loop draws from [made()[0]."),
+        ({"setup": "class Odd:\n    @property\n    def __dict__(self): raise OSError('gone')\n"
+                   "odd = Odd()", "end": "odd"}, "its objects cannot be read (OSError: gone)"),
         (
             {"setup": "class Rows(IterableDataset):\n    def __iter__(self): return iter(data)\n"
                       "loader = DataLoader(Rows(), 2)"},

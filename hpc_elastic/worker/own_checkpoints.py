@@ -40,19 +40,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic import shared_files
 from hpc_elastic.errors import InexactError
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.fencing import check_fence, fencing_token
-from hpc_elastic.shared_files import (
-    create_atomic,
-    lines_in,
-    make_folder,
-    names_in,
-    numbers_in,
-    owner_writes,
-    read_json,
-    sync_to_disk,
-)
 from hpc_elastic.worker import optimizer_steps
 from hpc_elastic.worker.shared_page import ROUND_VARIABLE
 
@@ -98,13 +89,11 @@ def _names_of_option(node: ast.AST) -> list[str] | None:
     return sorted(names, key=len, reverse=True) if takes_path and is_meant else None
 
 
-def _value_of(names: Sequence[str], words: Sequence[str]) -> str | None:
+def _value_of(names: Sequence[str], command: Sequence[str]) -> str | None:
     """Return what a command gives for an option; None if it does not."""
-    for at, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name in names:
-            return value if equals else next(iter(words[at + 1 :]), "")
-    return None
+    named = "|".join(map(re.escape, names)) or "(?!)"
+    found = re.search(rf"(?:^|\0)(?:{named})[=\0]([^\0]*)", "\0".join(command))
+    return found[1] if found else None
 
 
 # ---- what was written
@@ -128,9 +117,11 @@ class _Note:
     def find(self, pattern: str) -> Path | None:
         """Return where it is, as it was written: at its path, or a file under another name."""
         own = Path(self.path)
-        paths = {own, *(own.parent / name for name in names_in(own.parent) if "" in self.parts)}
         if pattern:
             paths = set(map(Path, glob.glob(pattern, recursive=True)))  # noqa: PTH207 - absolute
+        else:
+            names = shared_files.names_in(own.parent) if "" in self.parts else [own.name]
+            paths = {own.parent / name for name in names}
         for path in sorted(paths, key=lambda path: (path != own, path)):
             if all(_identity(path / name, known) == known for name, known in self.parts.items()):
                 return path
@@ -171,7 +162,7 @@ def _is_whole(value: Any) -> bool:
 
 def _entry_of(name: str) -> int:
     """Return the entry of the group that has made a file; -1 for another file."""
-    return max(numbers_in([re.split(r"[-.]", name)[0]], "r"), default=-1)
+    return max(shared_files.numbers_in([re.split(r"[-.]", name)[0]], "r"), default=-1)
 
 
 # ---- a worker
@@ -210,7 +201,7 @@ class OwnCheckpoints:
         for pattern in _NEWEST.findall(" ".join(self.given)):
             self._pattern = str(Path(pattern).absolute())
         decision = self._decision = self._decide()
-        names = self._option or [word for word in self.given if word.startswith("-")]
+        names = self._option or [word.partition("=")[0] for word in self.given if word[:1] == "-"]
         theirs = _value_of(names, command)
         if decision["files"]:
             at = time.strftime("%F %T", time.localtime(decision["time"]))
@@ -227,31 +218,28 @@ class OwnCheckpoints:
 
     def _decide(self) -> dict[str, Any]:
         """Return what this group continues from, the same on all workers."""
-        make_folder(self._folder)
+        shared_files.make_folder(self._folder)
         own = self._folder / f"r{self._entry}.json"
-        names = names_in(self._folder)
+        names = shared_files.names_in(self._folder)
         if own.name not in names:
             old = [name for name in names if 0 <= _entry_of(name) < self._entry]
-            old.sort(key=lambda name: (_entry_of(name), not name.endswith(".json")))
             notes = self._read_notes(old)
             kept = [asdict(note) for note in notes[-_MOST_NOTES:]]
             decision = {**self._choose(notes), "notes": kept, "by": os.urandom(8).hex()}
-            if create_atomic(own, json.dumps(decision)):
+            if shared_files.create_atomic(own, json.dumps(decision)):
                 for name in old:
                     (self._folder / name).unlink(missing_ok=True)
-        return read_json(own) or {}
+        return shared_files.read_json(own) or {}
 
     def _read_notes(self, names: Sequence[str]) -> list[_Note]:
-        found: list[_Note] = []
-        for name in names:
+        found: list[Any] = []
+        for path in (self._folder / name for name in names):
             with suppress(FileNotFoundError):  # another worker has decided
-                if name.endswith(".json"):
-                    older = (read_json(self._folder / name) or {}).get("notes", [])
-                    found = [_Note(**note) for note in older]
+                if path.suffix == ".json":
+                    found += (shared_files.read_json(path) or {}).get("notes", [])
                 else:
-                    lines = lines_in(self._folder / name)
-                    found += [_Note(**json.loads(line)) for _, line in lines]
-        return sorted(found, key=lambda note: (note.entry, note.time))
+                    found += [json.loads(line) for _, line in shared_files.lines_in(path)]
+        return sorted((_Note(**each) for each in found), key=lambda note: (note.entry, note.time))
 
     def _choose(self, notes: Sequence[_Note]) -> dict[str, Any]:
         """Return the newest that is there as it was written, and the words that name it."""
@@ -320,7 +308,7 @@ class OwnCheckpoints:
             staged = self._stage(target)
             try:
                 saved = save(obj, staged, *args, **options)
-                sync_to_disk(staged)
+                shared_files.sync_to_disk(staged)
                 self._add(Path(f).absolute(), {"": staged}, is_whole=_is_whole(obj))
                 check_fence()
                 staged.replace(target)
@@ -342,7 +330,7 @@ class OwnCheckpoints:
     def _stage(self, target: Path) -> Path:
         """Return another name for a file to be written, and remove those of earlier groups."""
         prefix = f".{target.name}.{hashlib.sha256(str(self._folder).encode()).hexdigest()[:8]}-"
-        for name in names_in(target.parent):
+        for name in shared_files.names_in(target.parent):
             entry = _entry_of(name.removeprefix(prefix)) if name.startswith(prefix) else -1
             if 0 <= entry < self._entry:
                 (target.parent / name).unlink(missing_ok=True)
@@ -373,9 +361,9 @@ class OwnCheckpoints:
         moments = any(each.state for each in optimizer_steps.stepped_optimizers())
         note = _Note(str(path), self._entry, time.time(), self._rank, known, is_whole, moments)
         notes = self._folder / f"r{self._entry}-{self._rank}.jsonl"
-        with open(notes, "a", opener=owner_writes) as file:
+        with open(notes, "a", opener=shared_files.owner_writes) as file:
             file.write(json.dumps(asdict(note)) + "\n")
-        sync_to_disk(notes)
+        shared_files.sync_to_disk(notes)
         if (is_whole or self.given) and not self._has_told:
             self._has_told = True
             shown = f"what this run has written last, such as {os.path.relpath(path)}"

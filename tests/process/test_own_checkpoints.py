@@ -3,7 +3,9 @@
 import ast
 import contextlib
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from weakref import WeakSet
@@ -11,7 +13,7 @@ from weakref import WeakSet
 import pytest
 import torch
 from framework_runs import CommandRun
-from test_plain_loops import said_by
+from test_plain_loops import preempt, said_by
 
 from hpc_elastic.agent import command
 from hpc_elastic.api import launch
@@ -213,6 +215,18 @@ def test_a_group_that_is_over_replaces_nothing(groups):
     assert Path("a.pt").read_bytes() == before
 
 
+def test_what_an_old_group_writes_late_is_known_to_be_of_this_run(groups):
+    """It has replaced the file of the next group between its question and its answer."""
+    groups.run(script("save('a.pt')"))
+    (notes,) = Path("run/own_checkpoints").glob("*.jsonl")
+    late, noted = Path("a.pt").read_bytes(), notes.read_bytes()
+    groups.run(script("save('a.pt')"))
+    groups.run(script(""))
+    Path("a.pt").write_bytes(late)
+    notes.write_bytes(noted)
+    assert continued_from(groups) == "a.pt"
+
+
 def test_all_workers_of_a_group_are_given_the_same(groups, monkeypatch):
     """What the first one has decided, though another one is the newest since."""
     groups.run(script("save('a.pt')"))
@@ -389,3 +403,29 @@ def test_a_run_that_is_killed_while_it_saves_continues_from_the_checkpoint_befor
     assert results[0] == results[1]
     assert epochs_of(tmp_path / "parts") == [0, 1, 2, 3, 4, 5, 6, 7]
     assert "continues from out/checkpoint.pt, which this run wrote at" in said_by(run)
+
+
+@pytest.mark.long
+def test_a_loop_that_loses_no_step_keeps_its_own_checkpoints(tmp_path):
+    """A notice costs no step; a later death costs those since the script's own, later one."""
+    text = (UNCHANGED / "own_resume.py").read_text()
+    script = tmp_path / "x.py"
+    script.write_text(text.replace("zip(range(4), loader, strict=False)", "enumerate(loader)"))
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513"}
+    subprocess.run([sys.executable, script], cwd=tmp_path, env={**os.environ, **alone}, check=True)
+    for name in ("epochs", "steps"):
+        (tmp_path / name).unlink()
+    result = (tmp_path / "result.json").read_text()
+    shutil.rmtree(tmp_path / "out")
+    env = {"DIES_IN_SAVE_OF": "6", "PAUSE_S": "0.3"}
+    with CommandRun(["x.py"], tmp_path, "--nodes=1", **env) as run:
+        preempt(run, 10)
+        assert run.wait() == 0, run.output()
+    said = said_by(run)
+    assert run.checkpoints()
+    steps = [int(line) for line in (tmp_path / "steps").read_text().split()]
+    assert steps == sorted([*range(8), 6] * 4), "those since the last save, before it died"
+    assert said.count("level 2: no step is lost") == 3
+    assert said.count("continues from out/checkpoint.pt, which this run wrote at") == 2
+    assert epochs_of(tmp_path) == [*range(8)]
+    assert (tmp_path / "result.json").read_text() == result

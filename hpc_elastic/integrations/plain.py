@@ -197,6 +197,7 @@ class _Training:
         self._step = 0
         self._level: int | None = None  # None: not known yet; 0: it is none of ours
         self._loader: Any = None  # of the training
+        self._epoch: int | None = None  # of its last step
         self._drawn_from: Any = None
         self._stepped = False
         self._stepped_with: Any = None  # the loader that was drawn from before the step
@@ -275,13 +276,30 @@ class _Training:
             if self._level is None:
                 self._decide(batches)
             elif self._level == 2 and batches.loader is not self._loader:
-                self._give_up("there is a second training loop, or a second loader")
+                self._follow(batches.loader)
+            self._epoch = LOOPS.active[0].value if LOOPS.active else None
         if self._level == 2 and self._is_due and batches.loader is self._loader:
             reporting.report(step=self._step)
             if not batches.num_drawn or batches.num_drawn < len(batches):
                 self._is_due = False
                 self._save_if_due(batches)
         self._drawn_from = batches.loader
+
+    def _follow(self, loader: Any) -> None:
+        """Go on with a loader that the script has made anew for an epoch, if it is one."""
+        old, of = self._loader, ("batch_size", "drop_last")
+        try:
+            refuse_loader(loader)
+            place = find_place(loader)
+            is_there = self._keys == (place.epochs.key, place.inner.key) and old is not None
+            is_new = is_there and place.epochs.value != self._epoch
+            is_same = is_new and type(loader.sampler) is type(old.sampler)
+            if not (is_same and all(getattr(loader, name) == getattr(old, name) for name in of)):
+                raise UnknownStateError("there is a second training loop, or a second loader")
+        except UnknownStateError as e:
+            self._give_up(str(e))
+        else:
+            self._loader, self._consumed = loader, 0
 
     def order(self, sampler: Any, begin: Callable[[Any], Iterator[int]]) -> Iterator[int]:
         """Return a sampler's order: the whole one, or the rest of an epoch."""

@@ -176,12 +176,19 @@ def script(**parts: str) -> str:
         {"before": "n = 0", "step": "n += 1; model.bias.data.add_(n)"},
         {"imports": "from tqdm import tqdm", "batches": "tqdm(loader)", "epochs": "tqdm(range(4))"},
         {"epochs": "range(10, 2, -2)"},
+        {"before": "loader = DataLoader(data, 2, shuffle=True)"},
+        {
+            "imports": "from torch.utils.data import Subset",
+            "before": "loader = DataLoader(Subset(data, range(epoch, 21)), 2)",
+        },
     ],
 )
 def test_shapes_that_are_continued(runs, capsys, parts):
     """A restart has what the script itself keeps in variables and objects."""
     runs.compare(script(**parts))
-    assert capsys.readouterr().err.count(LEVEL_2) == 3
+    said = capsys.readouterr().err
+    assert said.count(LEVEL_2) == 3 and "level 1" not in said
+    assert list(runs.folder.glob("run/checkpoints/step-*20*"))
 
 
 @pytest.mark.parametrize(
@@ -248,6 +255,11 @@ def test_a_loop_without_a_loader_is_said_to_be_one(runs, capsys):
     runs.run(script(end="pass\n    for epoch in range(2):\n        train(epoch)"), run="other")
     said = capsys.readouterr().err
     assert LEVEL_2 in said and "there is a second training loop" in said
+    both = "loaders = [loader, DataLoader(data, batch_size=2, shuffle=True)]"
+    other = "loaders.reverse(); train(epoch); loaders.reverse()"
+    runs.run(script(setup=both, batches="loaders[0]", end=other), run="both")
+    said = capsys.readouterr().err
+    assert LEVEL_2 in said and "or a second loader" in said
 
 
 def test_a_script_of_our_own_api_is_left_alone(runs, capsys):

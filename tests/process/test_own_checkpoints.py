@@ -83,6 +83,10 @@ class Groups:
             patch.setattr(sys, "argv", ["x.py"])
             optimizer_steps.watch()
             own.watch_torch()
+            if "accelerate.accelerator" in sys.modules:
+                kind = sys.modules["accelerate.accelerator"].Accelerator
+                patch.setattr(kind, "save_state", kind.save_state)
+                own.watch_accelerate()
             yield own
 
     def run(self, text: str, *words: str, given: list[str] | None = None, run: str = "run"):
@@ -126,6 +130,11 @@ def continued_from(groups: Groups, *words: str, **given: object) -> str | None:
         ("save('a.pt'); torch.save(model.state_dict(), 'b.pt')", "a.pt"),
         ("save('a.pt'); torch.save({'epoch': 1, **model.state_dict()}, 'b.pt')", "a.pt"),
         ("save('a.pt'); torch.save({'optimizer': optimizer.state_dict()}, 'b.pt')", "a.pt"),
+        (
+            "other = torch.optim.SGD(model.parameters()); other.step(); "
+            "save('a.pt', other=other.state_dict()); save('b.pt')",
+            "a.pt",
+        ),
     ],
 )
 def test_the_newest_whole_checkpoint_is_given_under_the_name_that_it_has(groups, save, name):
@@ -307,6 +316,37 @@ def test_an_option_that_may_mean_something_else_is_not_known(option):
 def test_options_that_take_a_checkpoint(option, names):
     """By their names, or by their help."""
     assert find_option(ast.parse(PARSER.format(option=option))) == names
+
+
+ACCELERATE = """
+from glob import glob
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(2, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+where = args.resume_from_checkpoint
+if where == "latest":
+    where = max(glob("out/step_*"), default=None)
+if where:
+    accelerator.load_state(where)
+model(torch.ones(2)).sum().backward()
+optimizer.step()
+accelerator.save_state(f"out/step_{len(glob('out/step_*'))}")
+"""
+
+
+def test_a_folder_of_accelerate_counts_once_it_is_complete(groups):
+    """Also in the place of a word by which the script would take another one."""
+    pytest.importorskip("accelerate.accelerator", reason="pip install -e '.[frameworks]'")
+    text = PARSER.format(option='"--resume_from_checkpoint", default=None') + ACCELERATE
+    words = ("--resume_from_checkpoint", "latest")
+    assert groups.run(text, *words)["argv"] == [*words]
+    Path("out/step_9").mkdir()  # of another run, or torn
+    found = groups.run(text, *words)
+    assert found["argv"][2:] == [words[0], str(Path("out/step_0").absolute())]
+    Path("out/step_2/optimizer.bin").unlink()
+    found = groups.run(text, *words)
+    assert found["where"] == str(Path("out/step_0").absolute())
 
 
 GIVEN = ["--resume", "{newest:out/*/last.pt}"]

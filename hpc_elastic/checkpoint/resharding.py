@@ -1,10 +1,9 @@
 """Read a checkpoint back into the present state, under any world size and mesh.
 
 torch.distributed.checkpoint plans the place of each part of each stored box. It gets its
-metadata from our manifest, never from a pickle, and reads through `ManifestReader`, which serves
-`torch.distributed.checkpoint.load` as well. The bytes that are needed are read, straight into the
-tensor where that is contiguous in memory. The checksum of a file is compared on the way: threads
-read ahead, and the blocks are added up in their order.
+metadata from our manifest, never from a pickle. The bytes that are needed are read, straight into
+the tensor where that is contiguous in memory. The checksum of a file is compared on the way:
+threads read ahead, and the blocks are added up in their order.
 
 `state.Filling` calls, for each object of the state: `targets` (which tensors to fill: the present
 ones, or new ones for a fresh optimizer), then `read`.
@@ -32,15 +31,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
 from hpc_elastic import tree_codec
 from hpc_elastic.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, checksum_text
 from hpc_elastic.checkpoint.shard_file import ShardFile
 from hpc_elastic.checkpoint.sharding import bytes_of, dtype_name, dtype_of, local
-from hpc_elastic.checkpoint.store import read_manifest
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
 from hpc_elastic.worker import optimizer_steps
 
@@ -61,15 +57,15 @@ def read(
     their checksums on the way. Raises CheckpointError if a tensor does not fit;
     CheckpointCorruptError, with tensors filled in part or with what is damaged, if a file does not.
     """
-    reader = ManifestReader(manifest, folder, verified)
+    reader = _Reader(manifest, folder, verified)
     planner, plan = _plan(reader, manifest, into)
     with torch.no_grad():
-        reader.read_data(plan, planner)
+        reader.read(plan, planner)
 
 
 def files_needed(manifest: Manifest, into: Mapping[str, torch.Tensor]) -> set[str]:
     """Return the files that `read` would read on this rank; raise as it does."""
-    reader = ManifestReader(manifest, Path())
+    reader = _Reader(manifest, Path())
     _, plan = _plan(reader, manifest, into)
     return {reader.chunk(item).file for item in plan.items if 0 not in item.lengths}
 
@@ -148,19 +144,8 @@ def _paths(state: Any) -> Iterator[str]:
             yield name
 
 
-class ManifestReader(StorageReader):
-    """Reads our checkpoints for torch.distributed.checkpoint.
-
-        dcp.load(state, storage_reader=ManifestReader.of(folder))
-
-    Names are those of the manifest (``model/net.0.weight``); values that are no tensors are not
-    offered, because torch.distributed.checkpoint would unpickle them.
-    """
-
-    @classmethod
-    def of(cls, folder: Path) -> ManifestReader:
-        """Return a reader of a checkpoint's folder; CheckpointError without an intact manifest."""
-        return cls(read_manifest(folder), folder)
+class _Reader:
+    """Reads what torch.distributed.checkpoint has planned; names are those of the manifest."""
 
     def __init__(
         self, manifest: Manifest, folder: Path, verified: Sequence[FileEntry] = ()
@@ -174,7 +159,7 @@ class ManifestReader(StorageReader):
             for chunk in entry.chunks
         }
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def metadata(self) -> Metadata:
         """Return the manifest as torch.distributed.checkpoint has it."""
         found: dict[str, Any] = {}
         for fqn, entry in self._manifest.tensors.items():
@@ -186,8 +171,8 @@ class ManifestReader(StorageReader):
             )
         return Metadata(found)
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what was planned; all is done when this returns."""
+    def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Fill what was planned."""
         with ExitStack() as stack:
             names = {self.chunk(item).file for item in plan.items}
             names |= {entry.name for entry in self._verified}
@@ -200,9 +185,6 @@ class ManifestReader(StorageReader):
                     sums[piece.file.path.name].add(data, piece.offset)
             for checksum in sums.values():
                 checksum.compare()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     def chunk(self, item: ReadItem) -> Chunk:
         """Return the stored box that a planned item is read from."""
@@ -233,29 +215,6 @@ class ManifestReader(StorageReader):
             target if target.dim() else target.unsqueeze(0), dtype,
         )  # fmt: skip
         return whole.blocks()
-
-    # The rest of torch's interface has nothing to do here.
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: one reader is for one checkpoint."""
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Do nothing: the manifest has it all."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: a reader is made from a manifest, and not found by a path."""
-        return False
 
 
 @dataclass(frozen=True)
@@ -371,7 +330,7 @@ class _Checksum:
 
 
 def _plan(
-    reader: ManifestReader, manifest: Manifest, into: Mapping[str, torch.Tensor]
+    reader: _Reader, manifest: Manifest, into: Mapping[str, torch.Tensor]
 ) -> tuple[LoadPlanner, LoadPlan]:
     for fqn, tensor in into.items():
         entry, mine, now = manifest.tensors.get(fqn), local(tensor), dtype_name(tensor.dtype)
@@ -394,7 +353,7 @@ def _plan(
                 f"{entry.dtype} before it is restored"
             )
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(into), reader.read_metadata(), is_coordinator=False)
+    planner.set_up_planner(dict(into), reader.metadata(), is_coordinator=False)
     return planner, planner.create_local_plan()
 
 

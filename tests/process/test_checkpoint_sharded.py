@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -20,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions
 from hpc_elastic.checkpoint.equality import merge
 from hpc_elastic.checkpoint.manifest import Chunk, FileEntry, RankPart, TensorEntry
-from hpc_elastic.checkpoint.resharding import ManifestReader, read
+from hpc_elastic.checkpoint.resharding import read
 from hpc_elastic.checkpoint.sharding import Planner, view
 from hpc_elastic.errors import CheckpointError
 
@@ -209,18 +208,6 @@ def test_a_sharded_training_goes_on_under_other_world_sizes(tmp_path, tp):
     if tp == 1:
         run_ranks(go_on, 3, str(tmp_path), 1)
     go_on(0, str(tmp_path), 1)
-
-
-def read_by_torch(rank: int, folder: str) -> None:
-    manifest = collect(Path(folder), rank, 2, {"a": whole("a")})
-    into = {"a": distribute_tensor(blank(whole("a")), init_device_mesh("cpu", (2,)), [Shard(1)])}
-    dcp_load(into, storage_reader=ManifestReader(manifest, Path(folder)))
-    assert torch.equal(into["a"].full_tensor(), whole("a"))
-
-
-def test_torchs_own_load_reads_our_checkpoints(tmp_path):
-    """ManifestReader is a storage reader like any other."""
-    run_ranks(read_by_torch, 2, str(tmp_path))
 
 
 def refuse_what_can_not_be_stored(rank: int) -> None:

@@ -34,6 +34,7 @@ _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 _LEAVES = ast.Continue | ast.Break | ast.Return | ast.Raise
 _WRAPPERS = ("enumerate", "tqdm", "track")
 """Calls that yield the batches of a loader one by one, as the loop asks for them."""
+_RANGES = ("range", "trange")
 _EFFECTS = ast.Call | ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom
 """What must not be evaluated a second time."""
 _OUTPUT = frozenset(
@@ -468,10 +469,19 @@ def why_not_continued(script: ScriptSource) -> str | None:
     if len(around) > 1:
         return "a further loop is around it: " + head_of(around[0])
     outer = next((loop for loop in scope.loops if loop.node is around[0]), None)
-    if outer is None or "range" not in {_name_of(n) for n in ast.walk(outer.node.iter)}:
+    if outer is None or not _is_over_range(script, outer):
         return "no loop over range(...) around the loop over the batches"
     is_one = inner.node in ast.walk(outer.node)
     return used_before_batches(outer, inner, line, is_one=is_one)
+
+
+def _is_over_range(script: ScriptSource, loop: Loop) -> bool:
+    """Return whether a loop draws from a call of range, or from a name that one is assigned to."""
+    drawn = [loop.node.iter]
+    if isinstance(name := _drawn(loop), ast.Name):
+        assigned = (node for node in ast.walk(script.tree) if isinstance(node, ast.Assign))
+        drawn += [n.value for n in assigned if name.id in map(_root, n.targets)]
+    return any(_name_of(node) in _RANGES for each in drawn for node in ast.walk(each))
 
 
 def used_before_batches(outer: Loop, inner: Loop, line: int, *, is_one: bool) -> str | None:
@@ -515,7 +525,7 @@ def changed(script: ScriptSource) -> ast.Module:
             if loop in epochs or (is_inner and loop.may_train):
                 names[loop] = loop.carried.union(*(each.carried for each in around))
     for loop, carried in names.items():
-        _wrap(loop)
+        _wrap(loop, is_epochs=loop in epochs)
         loop.node.body[:0] = [_taking(loop, name) for name in sorted(carried)]
     return ast.fix_missing_locations(script.tree)
 
@@ -530,7 +540,7 @@ def _leading(script: ScriptSource) -> tuple[set[Loop], set[str]]:
         to |= more
     epochs = {
         loop for scope in script.scopes for loop in scope.loops
-        if _calls_range(_drawn(loop)) and (
+        if _may_be_range(_drawn(loop)) and (
             _reads(loop.node.body) & to
             or any(_contains(loop, inner) and inner.may_train for inner in scope.loops)
         )
@@ -543,9 +553,10 @@ def _leading(script: ScriptSource) -> tuple[set[Loop], set[str]]:
     return epochs, reached
 
 
-def _calls_range(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range"
+def _may_be_range(node: ast.AST) -> bool:
+    """Return whether a loop draws from a call of range, or from a name, such as that of a bar."""
+    return isinstance(node, ast.Name) or (
+        isinstance(node, ast.Call) and _name_of(node.func) in _RANGES
     )
 
 
@@ -553,8 +564,8 @@ def _contains(outer: Loop, inner: Loop) -> bool:
     return outer.node.lineno < inner.node.lineno <= (outer.node.end_lineno or 0)
 
 
-def _wrap(loop: Loop) -> None:
-    """Wrap what a loop draws from, if it is a range or numbered."""
+def _wrap(loop: Loop, *, is_epochs: bool) -> None:
+    """Wrap what a loop draws from, if it may be a range or is numbered."""
     node: ast.expr = loop.node.iter
     replace: Callable[[ast.expr], None] = partial(setattr, loop.node, "iter")
     while isinstance(node, ast.Call):
@@ -563,15 +574,14 @@ def _wrap(loop: Loop) -> None:
             node.func = _expression(f"{NAME}.enumerate", node.func)
             node.args.insert(0, ast.copy_location(ast.Constant(loop.key), node))
             return
-        if _calls_range(node):
-            function = _expression(f"{NAME}.range", node)
-            key = ast.Constant(loop.key)
-            replace(ast.copy_location(ast.Call(function, [key, node], []), node))
-            return
         if name not in _WRAPPERS or not node.args:
-            return
+            break
         arguments = node.args
         node, replace = arguments[0], partial(arguments.__setitem__, 0)
+    if is_epochs:
+        function = _expression(f"{NAME}.range", node)
+        key = ast.Constant(loop.key)
+        replace(ast.copy_location(ast.Call(function, [key, node], []), node))
 
 
 def _expression(text: str, like: ast.AST) -> ast.expr:
@@ -595,8 +605,8 @@ def _taking(loop: Loop, name: str) -> ast.stmt:
 class Epochs:
     """The range of a loop, as far as it is still to be run, and the present value."""
 
-    def __init__(self, key: str, values: range, code: types.CodeType | None) -> None:
-        self.key, self.values, self.code = key, values, code
+    def __init__(self, key: str, values: range, code: types.CodeType | None, whole: range) -> None:
+        self.key, self.values, self.code, self.whole = key, values, code, whole
         self.value: int | None = None
 
     def __len__(self) -> int:
@@ -643,11 +653,19 @@ class Loops:
         return "LOOPS"
 
     def range(self, key: str, values: Any) -> Any:
-        """Return what a loop over a range runs."""
-        if self.is_compiling() or type(values) is not builtins.range:
+        """Return what a loop over a range runs, or over a bar of tqdm's around one."""
+        if self.is_compiling():
             return values
-        rest = values if self.on_begin is None else self.on_begin(key, values)
-        return Epochs(key, rest, sys._getframe(1).f_code)
+        inner = getattr(values, "iterable", values)
+        inner = inner.whole if type(inner) is Epochs else inner
+        if type(inner) is not builtins.range:
+            return values
+        rest = inner if self.on_begin is None else self.on_begin(key, inner)
+        epochs = Epochs(key, rest, sys._getframe(1).f_code, inner)
+        if inner is values:
+            return epochs
+        values.iterable = epochs
+        return values
 
     def enumerate(self, key: str, iterable: Iterable[Any], start: int = 0) -> Iterator[Any]:
         """Return numbers and items, with the numbers that they have in the whole epoch."""

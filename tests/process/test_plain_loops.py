@@ -176,6 +176,9 @@ def script(**parts: str) -> str:
         {"before": "n = 0", "step": "n += 1; model.bias.data.add_(n)"},
         {"imports": "from tqdm import tqdm", "batches": "tqdm(loader)", "epochs": "tqdm(range(4))"},
         {"epochs": "range(10, 2, -2)"},
+        {"imports": "from tqdm import trange", "epochs": "trange(4)"},
+        {"imports": "from tqdm import tqdm", "first": "bar = tqdm(range(4))", "epochs": "bar"},
+        {"first": "epochs = range(1, 5)", "epochs": "epochs"},
         {"before": "loader = DataLoader(data, 2, shuffle=True)"},
         {
             "imports": "from torch.utils.data import Subset",

@@ -656,7 +656,8 @@ class Loops:
         """Return what a loop over a range runs, or over a bar of tqdm's around one."""
         if self.is_compiling():
             return values
-        inner = getattr(values, "iterable", values)
+        is_bar = type(values).__module__.partition(".")[0] == "tqdm"
+        inner = getattr(values, "iterable", values) if is_bar else values
         inner = inner.whole if type(inner) is Epochs else inner
         if type(inner) is not builtins.range:
             return values

@@ -50,6 +50,7 @@ from hpc_elastic.worker.shared_page import ROUND_VARIABLE
 KEY = "launcher.resume_args"
 _NEWEST = re.compile(r"\{newest:([^{}]+)\}")
 _TAIL_BYTES = 1 << 20
+_MOST_PARTS = 10_000  # of a list or dict in which optimizers are looked for
 _MOST_NOTES = 32
 """How many checkpoints of earlier groups are known."""
 _RESUME = re.compile(r"--(resume|continue)([-_](from|path|file|ckpt|checkpoint))*")
@@ -146,8 +147,8 @@ def _num_optimizers(value: Any, depth: int = 3) -> int:
         if {"state", "param_groups"} <= value.keys():
             return 1
         value = list(value.values())
-    parts = value if isinstance(value, list | tuple) and depth else ()
-    return sum(_num_optimizers(each, depth - 1) for each in parts)
+    is_short = isinstance(value, list | tuple) and len(value) <= _MOST_PARTS
+    return sum(_num_optimizers(each, depth - 1) for each in value) if is_short and depth else 0
 
 
 def _is_whole(value: Any) -> bool:

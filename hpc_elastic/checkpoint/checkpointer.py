@@ -633,6 +633,11 @@ class CheckpointOptions:
             raise ConfigError("timeout_s", self.timeout_s, "give a number of seconds above 0")
 
 
+def is_any_open() -> bool:
+    """Return whether this process has a Checkpointer that is not closed."""
+    return bool(_open)
+
+
 def _settle_all() -> None:
     for each in list(_open):
         each._settle()

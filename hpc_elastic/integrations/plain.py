@@ -436,8 +436,11 @@ class _Training:
     def _is_left_alone(self) -> bool:
         """Return whether a framework or this package's own API sees to the training."""
         if self._is_foreign is None:
-            loaded = sys.modules.keys()
-            uses_ours = loaded.isdisjoint(_OUR_ADAPTERS) and not loaded.isdisjoint(_OUR_API)
+            loaded = sys.modules.keys() - LOOPS.loaded_before
+            checkpointer = sys.modules.get("hpc_elastic.checkpoint.checkpointer")
+            uses_ours = loaded.isdisjoint(_OUR_ADAPTERS) and (
+                not loaded.isdisjoint(_OUR_API) or (checkpointer and checkpointer.is_any_open())
+            )
             self._is_foreign = uses_ours or any(
                 name.partition(".")[0] in _FRAMEWORKS for name in modules_of_callers()
             )

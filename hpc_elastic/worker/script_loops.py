@@ -507,7 +507,7 @@ def prepare(source: bytes, file: str, names: dict[str, Any]) -> ast.Module:
     """Return the tree of the script that this worker runs; ``names`` are its globals to be."""
     if not LOOPS.is_enabled:
         return ast.parse(source, file)
-    LOOPS.script = ScriptSource(source, file)
+    LOOPS.script, LOOPS.loaded_before = ScriptSource(source, file), frozenset(sys.modules)
     names[NAME] = LOOPS
     return changed(ScriptSource(source, file))
 
@@ -630,6 +630,7 @@ class Loops:
     Attributes:
         is_enabled: Whether the script of this worker is compiled with the changes.
         script: The script's source; None before it is compiled.
+        loaded_before: Modules that were loaded before the script began, as by a warm worker.
         active: The loops over a range that are being run, outer ones first.
         values: What variables are to be set to, by the key of the loop and their names.
         first_index: The number of the first batch of a loop that is continued.
@@ -641,6 +642,7 @@ class Loops:
     def __init__(self) -> None:
         self.is_enabled = False
         self.script: ScriptSource | None = None
+        self.loaded_before = frozenset[str]()
         self.active: list[Epochs] = []
         self.values: dict[str, dict[str, Any]] = {}
         self.first_index: dict[str, int] = {}

@@ -40,7 +40,6 @@ class Runs:
         self.saves = {20}
         monkeypatch.chdir(folder)
         monkeypatch.setattr(plain, "_most_workers", lambda: 1)
-        monkeypatch.setattr(plain, "_OUR_API", ())
         for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}.items():
             monkeypatch.setenv(name, str(value))
         monkeypatch.setattr(
@@ -269,6 +268,16 @@ def test_a_script_of_our_own_api_is_left_alone(runs, capsys):
     """It says itself how exact it is."""
     runs.run(script(imports="from hpc_elastic import report"))
     assert "level" not in capsys.readouterr().err
+    own = "import own\nown.keep(model)"
+    (runs.folder / "own.py").write_text(
+        "from hpc_elastic import Checkpointer\n"
+        "def keep(model):\n    global kept\n    kept = Checkpointer({'model': model}, 'own')\n"
+    )
+    sys.path.insert(0, str(runs.folder))
+    runs.run(script(setup=own))
+    sys.path.remove(str(runs.folder))
+    assert "level" not in capsys.readouterr().err
+    sys.modules.pop("own").kept.close()
 
 
 RESUMES = {

@@ -49,14 +49,16 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
+    Subset,
 )
 
 from hpc_elastic import tree_codec
 from hpc_elastic.errors import CheckpointError, ConfigError, InexactError
 from hpc_elastic.integrations.script_state import (
-    LENGTH,
+    CONTENT,
     Place,
     UnknownStateError,
+    bytes_of,
     carried_values,
     find_items,
     find_objects,
@@ -375,7 +377,7 @@ class _Training:
             refuse_loader(loader)
         except UnknownStateError as e:
             raise self._refusal(str(e)) from e
-        mine, theirs = _described(sampler, len(loader.dataset)), record["data"]
+        mine, theirs = _described(loader), record["data"]
         if mine != theirs:
             raise self._refusal(f"its data was {theirs}, and is {mine}")
         consumed = record["consumed"]
@@ -550,7 +552,7 @@ class _Training:
             "batches": place.inner.key,
             "consumed": self._consumed + batches.num_drawn * loader.batch_size * world_size,
             "per_step": self._per_step,
-            "data": _described(loader.sampler, len(loader.dataset)),
+            "data": _described(loader),
             "generator": None if generator is None else _of_state(generator),
             "names": values.names,
             "others": values.others,
@@ -574,9 +576,9 @@ class _Training:
             before = self._baseline or {}
             plain = plain_values(place, self._objects)
             plain = {n: value for n, value in plain.items() if before.get(n) != text_of(value)}
-            if changed := [n for n in plain if n.endswith(LENGTH)]:
-                name = changed[0].removesuffix(LENGTH)
-                raise UnknownStateError(f"{name} grows, and holds more than plain values")
+            if changed := [n for n in plain if n.endswith(CONTENT)]:
+                name = changed[0].removesuffix(CONTENT)
+                raise UnknownStateError(f"{name} changes, and holds more than is saved")
         except UnknownStateError as e:
             problem = str(e)
         texts = {" ".join(at): text_of(value) or "" for at, value in carried.items()}
@@ -672,10 +674,14 @@ def _no_leaf(kind: Any, _value: object) -> Any:
     raise KeyError(kind)
 
 
-def _described(sampler: Any, num_samples: int) -> dict[str, Any]:
-    found = {"sampler": type(sampler).__name__, "samples": num_samples}
+def _described(loader: Any) -> dict[str, Any]:
+    sampler, data = loader.sampler, loader.dataset
+    found: dict[str, Any] = {"sampler": type(sampler).__name__, "samples": len(data)}
     if isinstance(sampler, DistributedSampler):
         found |= {name: getattr(sampler, name) for name in ("seed", "shuffle", "epoch")}
+    while isinstance(data, Subset):
+        found["split"] = zlib.crc32(repr(list(data.indices)).encode(), found.get("split", 0))
+        data = data.dataset
     return found
 
 
@@ -722,7 +728,7 @@ def _digest(item: Any) -> str:
     for leaf in tree_codec.leaves(item.state_dict()):
         data: Any = repr(leaf).encode()
         if isinstance(leaf, torch.Tensor):
-            data = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            data = bytes_of(leaf.detach())
         digest = zlib.crc32(data, digest)
     return str(digest)
 

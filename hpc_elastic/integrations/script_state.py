@@ -250,7 +250,8 @@ _WITH_ITERATORS = (
 )  # fmt: skip
 
 
-LENGTH = ", its length"
+CONTENT = ", what it holds"
+"""Behind a name: the digest of what is in no checkpoint, and must not change."""
 _LARGE = 10_000
 
 
@@ -301,7 +302,7 @@ def parts_of(name: str, value: Any) -> dict[str, Any]:
                 raise UnknownStateError(
                     f"{name} has a {type(leaf).__name__}, whose state is unknown"
                 )
-        return {f"{name}{LENGTH}": len(value)}
+        return {}
     if isinstance(value, _UNCHANGING) or _is_stateful(value):
         return {}
     _refuse_unknown(name, kind)
@@ -321,8 +322,8 @@ def parts_of(name: str, value: Any) -> dict[str, Any]:
     return found
 
 
-def find_items(place: Place, objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return lists, dicts and objects that the loops may change, by the names that they have."""
+def _used(place: Place) -> Iterator[tuple[str, str, Any]]:
+    """Yield the space, the name and the value of what the loops use from before them."""
     script = LOOPS.script
     assert script is not None
     scope, frame = place.frames[-1]
@@ -332,6 +333,15 @@ def find_items(place: Place, objects: Mapping[str, Any]) -> dict[str, Any]:
     if scope.name:
         wanted.append((f"{scope.name}.", frame.f_locals, read))
     wanted.append(("", frame.f_globals, read - set(frame.f_locals if scope.name else ())))
+    for space, names, used in wanted:
+        for name in sorted(used.intersection(names)):
+            if not name.startswith("__"):
+                yield space, name, names[name]
+
+
+def find_items(place: Place, objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return lists, dicts and objects that the loops may change, by the names that they have."""
+    assert LOOPS.script is not None
     kept = {id(_bare(value)) for value in objects.values()}
     loops = place.outer, place.inner
     assigned, changed = (
@@ -339,18 +349,14 @@ def find_items(place: Place, objects: Mapping[str, Any]) -> dict[str, Any]:
         for methods in (False, True)
     )
     found: dict[str, Any] = {}
-    for space, names, used in wanted:
-        for name in sorted(used.intersection(names)):
-            value = names[name]
-            is_kept = id(_bare(value)) in kept
-            parts = assigned | (set() if space else script.changed_by_functions)
-            if name in parts and not _takes_parts(value, is_kept=is_kept):
-                raise UnknownStateError(f"a part of {name} is assigned in the loop")
-            if name in changed and isinstance(value, torch.Tensor):
-                raise UnknownStateError(f"{name} is changed in the loop")
-            is_fixed = isinstance(value, str | int | float | complex | bytes | tuple | None)
-            if is_kept or is_fixed or name.startswith("__"):
-                continue
+    for space, name, value in _used(place):
+        is_kept = id(_bare(value)) in kept
+        parts = assigned | (set() if space else LOOPS.script.changed_by_functions)
+        if name in parts and not _takes_parts(value, is_kept=is_kept):
+            raise UnknownStateError(f"a part of {name} is assigned in the loop")
+        if name in changed and isinstance(value, torch.Tensor):
+            raise UnknownStateError(f"{name} is changed in the loop")
+        if not is_kept and not isinstance(value, _SCALAR | tuple):
             parts_of(f"{space}{name}", value)
             found[f"{space}{name}"] = value
     return found
@@ -376,9 +382,122 @@ def plain_values(place: Place, objects: Mapping[str, Any]) -> dict[str, Any]:
         name: module[name] for name in LOOPS.script.set_by_functions & module.keys()
         if text_of(module[name]) is not None
     }  # fmt: skip
-    for name, item in find_items(place, objects).items():
+    items = find_items(place, objects)
+    for name, item in items.items():
         found |= parts_of(name, item)
+    contents = _Contents(place, objects)
+    others = {f"{space}{name}": value for space, name, value in _used(place)}
+    for name, value in (dict(objects) | others).items():
+        if digest := contents.digest(value):
+            found[f"{name}{CONTENT}"] = digest
     return found
+
+
+_SCALAR = str | int | float | complex | bytes | None
+_WHOLE_BYTES = 64 << 20
+_MOST_PARTS = 100_000
+"""What is larger is read in steps, or in part: data that a script has in memory."""
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the content of a tensor."""
+    return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+class _Contents:
+    """Digests of what objects hold beside that which is saved; it has to stay as it is."""
+
+    def __init__(self, place: Place, objects: Mapping[str, Any]) -> None:
+        self._names = place.frames[0][1].f_globals
+        self._variables = {n for _, frame in place.frames for n in frame.f_code.co_cellvars}
+        self._saved = set[int]()
+        for value in map(_bare, objects.values()):
+            if isinstance(value, torch.nn.Module):
+                self._saved |= set(map(id, value.state_dict(keep_vars=True).values()))
+            else:
+                self._saved |= {id(value), *map(id, getattr(value, "param_groups", ()))}
+
+    def digest(self, value: Any) -> int:
+        """Return a digest; 0 if all that a value holds is saved."""
+        value = _bare(value)
+        if isinstance(value, _SCALAR) or text_of(value) is not None:
+            return 0
+        digest, seen, todo = 0, set(self._saved), [value]
+        parts: list[Any]
+        while todo and len(seen) < _MOST_PARTS:
+            item = todo.pop()
+            if id(item) in seen:
+                continue
+            if isinstance(item, _SCALAR):
+                parts, text = [], repr(item).encode()
+            else:
+                seen.add(id(item))
+                parts, text = self._parts(item)
+                if item is value and self._is_looked_into(item):
+                    parts = [part for part in parts if text_of(part) is None]
+            digest = zlib.crc32(text, digest)
+            todo += parts
+        return digest
+
+    def _is_looked_into(self, item: Any) -> bool:
+        """Return whether the plain attributes of an object are saved (`parts_of`)."""
+        is_namespace = isinstance(item, Namespace | types.SimpleNamespace)
+        return is_namespace or not (
+            isinstance(item, (list, dict, set, *_UNCHANGING)) or _is_of_library(type(item))
+        )
+
+    def _parts(self, item: Any) -> tuple[list[Any], bytes]:
+        """Return what an object holds, and what it is itself."""
+        kind = type(item)
+        if isinstance(item, torch.Tensor):
+            if item.layout != torch.strided or item.is_meta:
+                return [], b""
+            step = 1 + item.numel() * item.element_size() // _WHOLE_BYTES
+            return [], bytes_of(item.detach().reshape(-1)[::step])
+        if f"{kind.__module__}.{kind.__name__}" == "numpy.ndarray":
+            return [], item.reshape(-1)[:: 1 + item.nbytes // _WHOLE_BYTES].tobytes()
+        if isinstance(item, torch.nn.Module):
+            persistent = item.state_dict(keep_vars=True)
+            flags = [p.requires_grad for p in item.parameters()]
+            buffers = [b for name, b in item.named_buffers() if name not in persistent]
+            own = [
+                part for module in item.modules() for name, part in vars(module).items()
+                if not name.startswith("_")
+                and isinstance(part, _SCALAR | list | dict | torch.Tensor)
+            ]  # fmt: skip
+            return [*buffers, *own], bytes(flags)
+        if isinstance(item, Mapping):
+            return [*item, *item.values()], b"%d" % len(item)
+        if isinstance(item, list | tuple | set | frozenset):
+            return list(item), b"%d" % len(item)
+        if isinstance(item, functools.partial):
+            return [item.func, *item.args, item.keywords], b""
+        if isinstance(item, types.MethodType):
+            return [item.__self__], b""
+        if isinstance(item, types.FunctionType):
+            return self._parts_of_function(item), b""
+        if isinstance(item, DataLoader):
+            return [item.dataset], b""
+        if isinstance(item, Dataset):
+            return [part for part in vars(item).values() if isinstance(part, _SCALAR)], b""
+        if hasattr(kind, "__next__") or _is_of_library(item if isinstance(item, type) else kind):
+            return [], b""
+        return [p for n, p in getattr(item, "__dict__", {}).items() if not n.startswith("__")], b""
+
+    def _parts_of_function(self, function: types.FunctionType) -> list[Any]:
+        """Return what a function keeps, or reads from a module of the script's own."""
+        assert LOOPS.script is not None
+        if _is_in_library(sys.modules.get(function.__module__)):
+            return []
+        code, names = function.__code__, function.__globals__
+        found = [function.__defaults__, function.__kwdefaults__, vars(function)]
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            if name not in self._variables or name in LOOPS.script.set_from_inside:
+                with contextlib.suppress(ValueError):  # not assigned yet
+                    found.append(cell.cell_contents)
+        if names is not self._names:
+            found += [names[name] for name in code.co_names if name in names]
+        return found
 
 
 _MISSING = object()

@@ -381,6 +381,12 @@ class ScriptSource:
         return {name for node in of_module for name in node.names}
 
     @cached_property
+    def set_from_inside(self) -> set[str]:
+        """Names of functions that functions inside of them assign."""
+        from_inside = (node for node in ast.walk(self.tree) if isinstance(node, ast.Nonlocal))
+        return {name for node in from_inside for name in node.names}
+
+    @cached_property
     def read_by_functions(self) -> set[str]:
         """Names of the module that functions read, and some more."""
         return {name for scope in self.scopes[1:] for name in _free_names(scope.node)}

@@ -183,8 +183,12 @@ def script(**parts: str) -> str:
             "imports": "from torch.utils.data import Subset",
             "before": "loader = DataLoader(Subset(data, range(epoch, 21)), 2)",
         },
+        {"before": "params = list(model.parameters())",
+         "step": "torch.nn.utils.clip_grad_norm_(params, 1)"},
+        {"first": "n = 0\n    def get(): return n",
+         "end": "n += epoch + 1; model.bias.data.add_(get())"},
     ],
-)
+)  # fmt: skip
 def test_shapes_that_are_continued(runs, capsys, parts):
     """A restart has what the script itself keeps in variables and objects."""
     runs.compare(script(**parts))
@@ -227,6 +231,29 @@ def test_shapes_that_are_continued(runs, capsys, parts):
           "end": "schedules[0].step()"}, "StepLR has no name"),
         ({"first": "n = 0", "begin": "n += 1"}, "n is used before the batches of an epoch"),
         ({"begin": "model.lr = epoch"}, "a part of model is assigned in the loop"),
+        ({"setup": "mean = {'loss': torch.zeros(1)}", "step": "mean['loss'].add_(loss.item())"},
+         "mean changes"),
+        ({"setup": "mean = torch.zeros(1)\ndef add(t, v): t.data = t.data + v",
+          "step": "add(mean, loss.item())"}, "mean changes"),
+        ({"setup": "class Mean:\n    value = torch.zeros(1)\n"
+                   "    def add(self, v): self.value = self.value + v\nmean = Mean()",
+          "step": "mean.add(loss.item())"}, "mean changes"),
+        ({"setup": "class Mean:\n    value = 0\ndef add(v): setattr(Mean, 'value', v)",
+          "step": "add(loss.item())"}, "Mean changes"),
+        ({"setup": "def make():\n    n = 0\n    def add(v):\n        nonlocal n\n        n += v\n"
+                   "    return add\nadd = make()", "step": "add(loss.item())"}, "add changes"),
+        ({"setup": "import numpy\nseen = numpy.zeros(4)\ndef put(a, v): a[0] += v",
+          "step": "put(seen, loss.item())"}, "seen changes"),
+        ({"setup": "class Counted(torch.nn.Linear):\n    n = 0\n    def forward(self, x):\n"
+                   "        self.n += 1\n        return super().forward(x)\nmodel = Counted(3, 1)\n"
+                   "optimizer = torch.optim.Adam(model.parameters())"}, "model changes"),
+        ({"setup": "model.register_buffer('n', torch.zeros(1), persistent=False)",
+          "step": "model.n.add_(1)"}, "model changes"),
+        ({"step": "model.bias.requires_grad_(False)"}, "model changes"),
+        ({"step": "model.eval()"}, "model changes"),
+        ({"setup": "class Counted(TensorDataset):\n    n = 0\n    def __getitem__(self, i):\n"
+                   "        self.n += 1\n        return super().__getitem__(i)\n"
+                   "loader = DataLoader(Counted(*data.tensors), 2)"}, "loader changes"),
         ({"setup": "others = iter(DataLoader(data))", "step": "next(others)", "epochs": "range(1)"},
          "others is an iterator, whose position is unknown"),
     ],
@@ -336,6 +363,11 @@ def test_a_script_that_has_changed_is_refused(runs):
         runs.run(script(epochs="[0, 1]"))
     with pytest.raises(InexactError, match="its data was"):
         runs.run(script(setup="loader = DataLoader(TensorDataset(x[1:], x[1:]), 2, shuffle=True)"))
+    part = "from torch.utils.data import Subset\nloader = DataLoader(Subset(data, {}), 2)"
+    with pytest.raises(Kill):
+        runs.run(script(setup=part.format("range(15)")), run="part", killed_at=23)
+    with pytest.raises(InexactError, match="its data was"):
+        runs.run(script(setup=part.format("range(1, 16)")), run="part")
     with pytest.raises(Exception, match="model"):
         runs.run(script(setup="model = torch.nn.Linear(3, 2)\n"
                               "optimizer = torch.optim.Adam(model.parameters())"))  # fmt: skip

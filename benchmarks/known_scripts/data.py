@@ -69,6 +69,27 @@ def images(path: Path, _: str) -> None:
             Image.fromarray(pixels).save(path / f"c{label}" / f"{number}.png")
 
 
+def pairs(path: Path, _: str) -> None:
+    """Write images, and a table that has a caption for each."""
+    images(path.parent / "images", "")
+    rows = [
+        f"{image}\t{sentence(number, 6)} of {image.parent.name}"
+        for number, image in enumerate(sorted(path.parent.glob("images/*/*.png")))
+    ]
+    path.write_text("\n".join(["filepath\ttitle", *rows]) + "\n")
+
+
+def shards(path: Path, _: str) -> None:
+    """Write Parquet files of texts, of which the last is for validation."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path.mkdir(parents=True)
+    for shard in range(2):
+        rows = [sentence(1000 * shard + number, 40) for number in range(600)]
+        pq.write_table(pa.table({"text": rows}), path / f"{shard}.parquet", row_group_size=100)
+
+
 def model(path: Path, _: str) -> None:
     """Write a small language model of Hugging Face's, with a tokenizer of words."""
     import torch
@@ -90,7 +111,7 @@ def model(path: Path, _: str) -> None:
 
 
 KINDS: dict[str, Callable[[Path, str], None]] = {
-    each.__name__: each for each in (text, texts, tokens, digits, images, model)
+    each.__name__: each for each in (text, texts, tokens, digits, images, pairs, shards, model)
 }
 
 

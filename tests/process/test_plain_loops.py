@@ -348,6 +348,7 @@ for epoch in range(1):
 """
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower")  # torch's, on Python 3.13.0
 def test_a_compiled_function_has_no_break_in_its_graph(runs):
     """torch.compile traces the loops of a function as the script has them."""
     assert NAME in runs.run(COMPILED), "its loops are changed"

@@ -385,17 +385,13 @@ def _open(path: Path) -> int:
                 raise
             time.sleep(0.05)
         except OSError as e:
-            raise _as_damage(path, e) from e
+            if e.errno in (errno.ELOOP, errno.ENXIO):  # a link, or a socket
+                _refuse_other_kind(path)
+            raise
 
 
-def _as_damage(path: Path, error: OSError) -> OSError:
-    """Return the error of a path that could not be opened: that of a link or a socket names it."""
-    if error.errno in (errno.ELOOP, errno.ENXIO):
-        try:
-            _require_file(path, path.lstat())
-        except OSError as e:
-            return e
-    return error
+def _refuse_other_kind(path: Path) -> None:
+    _require_file(path, path.lstat())
 
 
 def _require_file(path: Path, status: os.stat_result) -> None:

@@ -747,6 +747,8 @@ class ManagedWork(Work):
     def _wait_for_torch(self, timeout: timedelta | None) -> bool:
         try:
             return self._work.wait() if timeout is None else self._work.wait(timeout)
+        except ProcessGroupError:
+            raise
         except RuntimeError as e:
             if self._group is None:
                 raise

@@ -40,6 +40,7 @@ from hpc_elastic.ft.process_group import (
     LiveGroup,
     MemberPlace,
     NotConfiguredError,
+    ProcessGroupError,
     ProcessGroupWrapper,
     translate_error,
 )
@@ -165,6 +166,8 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
         assert live is not None
         try:
             work = live.watch_work(getattr(parent, name)(*args, **kwargs), name)
+        except ProcessGroupError:
+            raise
         except RuntimeError as e:
             raise translate_error(e, name, live) from e
         work.outputs = args[0] if args else None

@@ -121,9 +121,10 @@ def without_traceback() -> Iterator[None]:
     """Report the errors of a block, and let Hydra print them by `hide_traceback`."""
     try:
         yield
+    except LauncherError:
+        raise
     except HpcElasticError as e:
-        if not isinstance(e, LauncherError):
-            detach.report_error(e)
+        detach.report_error(e)
         raise hide_traceback(e) from e
 
 

@@ -174,6 +174,7 @@ def script(**parts: str) -> str:
         },
         {"before": "n = 0", "step": "n += 1; model.bias.data.add_(n)"},
         {"imports": "from tqdm import tqdm", "batches": "tqdm(loader)", "epochs": "tqdm(range(4))"},
+        {"before": "n = 0", "step": "n += 1\n        if n == 8: break"},
         {"epochs": "range(10, 2, -2)"},
         {"imports": "from tqdm import trange", "epochs": "trange(4)"},
         {"imports": "from tqdm import tqdm", "first": "bar = tqdm(range(4))", "epochs": "bar"},

@@ -3,9 +3,11 @@
 import ast
 import contextlib
 import errno
+import gc
 import os
 import shutil
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,7 +58,7 @@ READ_BY_THEMSELVES = {
     ),
     **dict.fromkeys(
         ("launcher/user_code.py", "launcher/submit.py", "cli/init.py", "cli/submit.py",
-         "cli/check.py", "agent/main_block.py", "agent/command.py"),
+         "cli/check.py", "agent/main_block.py", "agent/command.py", "worker/own_checkpoints.py"),
         "the user's own scripts",
     ),
     "launcher/detach.py": "a file that this process has made, and the kernel's files of processes",
@@ -307,3 +309,22 @@ def raising(error: OSError) -> Callable[[Path], list[str]]:
         raise error
 
     return fail
+
+
+def test_the_error_of_a_missing_file_holds_no_frame_of_its_reader(tmp_path):
+    """An error that is its own cause is a cycle, and holds all variables until a collection."""
+
+    class Held:
+        pass
+
+    def read() -> weakref.ref:
+        held = Held()
+        with contextlib.suppress(FileNotFoundError):
+            shared_files.read_text(tmp_path / "missing")
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert read()() is None
+    finally:
+        gc.enable()

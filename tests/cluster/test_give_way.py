@@ -36,7 +36,8 @@ def test_a_run_gives_two_nodes_back_for_a_job_that_waits_and_takes_them_again(
 ):
     """All four train; a job of two nodes starts at a checkpoint, and no step is made twice."""
     run = counting(sweep, tmp_path / "run", "nodes=1:4", "launcher.give_way=on")
-    eventually(lambda: run.sweep.group_sizes()[-1:] == [4], "all four train")
+    # before its first step a node is left without a checkpoint
+    eventually(lambda: len(run.sweep.events("first_step")) == 4, "all four train")
     job = other("-N2", "--exclusive", "-t", "10")
     eventually(lambda: nodes_of(slurm, job), "the job starts, which no node was free for")
     (given,) = run.sweep.events("nodes_given_back")

@@ -747,12 +747,10 @@ class ManagedWork(Work):
     def _wait_for_torch(self, timeout: timedelta | None) -> bool:
         try:
             return self._work.wait() if timeout is None else self._work.wait(timeout)
-        except ProcessGroupError:
-            raise
         except RuntimeError as e:
             if self._group is None:
                 raise
-            raise translate_error(e, self._operation, self._group) from e
+            raise translate_error(e, self._operation, self._group)  # noqa: B904 - it has its cause
 
     def _outcome_of(self, done: Future[Any]) -> tuple[Any, Exception | None]:
         try:
@@ -792,11 +790,18 @@ class ManagedWork(Work):
 
 
 def translate_error(error: RuntimeError, operation: str, group: LiveGroup) -> Exception:
-    """Return an error of gloo's or NCCL's as one of this module's, which names the group."""
+    """Return an error of gloo's or NCCL's as one of this module's, which names the group.
+
+    It has the error as its cause, unless it is the same: that would keep the frames of both.
+    """
     if isinstance(error, ProcessGroupError):
         return error
-    if group.end_error is not None:
-        return group.end_error
+    found = group.end_error or _named(error, operation, group)
+    found.__cause__ = error
+    return found
+
+
+def _named(error: RuntimeError, operation: str, group: LiveGroup) -> Exception:
     match = _TIMED_OUT.search(str(error))
     if match is None:
         return ProcessGroupError(f"{operation} failed in {group.place}: {error}")

@@ -40,7 +40,6 @@ from hpc_elastic.ft.process_group import (
     LiveGroup,
     MemberPlace,
     NotConfiguredError,
-    ProcessGroupError,
     ProcessGroupWrapper,
     translate_error,
 )
@@ -166,10 +165,8 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
         assert live is not None
         try:
             work = live.watch_work(getattr(parent, name)(*args, **kwargs), name)
-        except ProcessGroupError:
-            raise
         except RuntimeError as e:
-            raise translate_error(e, name, live) from e
+            raise translate_error(e, name, live)  # noqa: B904 - it has its cause
         work.outputs = args[0] if args else None
         return work
 

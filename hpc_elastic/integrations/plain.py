@@ -58,8 +58,8 @@ from hpc_elastic.integrations.script_state import (
     CONTENT,
     Place,
     UnknownStateError,
-    bytes_of,
     carried_values,
+    content_of,
     find_items,
     find_objects,
     find_place,
@@ -289,14 +289,13 @@ class _Training:
 
     def _follow(self, loader: Any) -> None:
         """Go on with a loader that the script has made anew for an epoch, if it is one."""
-        old, of = self._loader, ("batch_size", "drop_last")
+        old = self._loader
         try:
             refuse_loader(loader)
             place = find_place(loader)
-            is_there = self._keys == (place.epochs.key, place.inner.key) and old is not None
-            is_new = is_there and place.epochs.value != self._epoch
-            is_same = is_new and type(loader.sampler) is type(old.sampler)
-            if not (is_same and all(getattr(loader, name) == getattr(old, name) for name in of)):
+            is_there = old is not None and self._keys == (place.epochs.key, place.inner.key)
+            is_next = is_there and place.epochs.value != self._epoch
+            if not (is_next and _form(loader) == _form(old)):
                 raise UnknownStateError("there is a second training loop, or a second loader")
         except UnknownStateError as e:
             self._give_up(str(e))
@@ -674,6 +673,10 @@ def _no_leaf(kind: Any, _value: object) -> Any:
     raise KeyError(kind)
 
 
+def _form(loader: Any) -> tuple[object, ...]:
+    return loader.batch_size, loader.drop_last, type(loader.sampler)
+
+
 def _described(loader: Any) -> dict[str, Any]:
     sampler, data = loader.sampler, loader.dataset
     found: dict[str, Any] = {"sampler": type(sampler).__name__, "samples": len(data)}
@@ -728,7 +731,7 @@ def _digest(item: Any) -> str:
     for leaf in tree_codec.leaves(item.state_dict()):
         data: Any = repr(leaf).encode()
         if isinstance(leaf, torch.Tensor):
-            data = bytes_of(leaf.detach())
+            data = content_of(leaf)
         digest = zlib.crc32(data, digest)
     return str(digest)
 

@@ -399,9 +399,10 @@ _MOST_PARTS = 100_000
 """What is larger is read in steps, or in part: data that a script has in memory."""
 
 
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Return the content of a tensor."""
-    return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+def content_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor, on whatever device it is."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 class _Contents:
@@ -424,6 +425,7 @@ class _Contents:
             return 0
         digest, seen, todo = 0, set(self._saved), [value]
         parts: list[Any]
+        text: bytes | memoryview
         while todo and len(seen) < _MOST_PARTS:
             item = todo.pop()
             if id(item) in seen:
@@ -446,14 +448,14 @@ class _Contents:
             isinstance(item, (list, dict, set, *_UNCHANGING)) or _is_of_library(type(item))
         )
 
-    def _parts(self, item: Any) -> tuple[list[Any], bytes]:
+    def _parts(self, item: Any) -> tuple[list[Any], bytes | memoryview]:
         """Return what an object holds, and what it is itself."""
         kind = type(item)
         if isinstance(item, torch.Tensor):
             if item.layout != torch.strided or item.is_meta:
                 return [], b""
             step = 1 + item.numel() * item.element_size() // _WHOLE_BYTES
-            return [], bytes_of(item.detach().reshape(-1)[::step])
+            return [], content_of(item.detach().reshape(-1)[::step])
         if f"{kind.__module__}.{kind.__name__}" == "numpy.ndarray":
             return [], item.reshape(-1)[:: 1 + item.nbytes // _WHOLE_BYTES].tobytes()
         if isinstance(item, torch.nn.Module):

@@ -194,7 +194,9 @@ class OwnCheckpoints:
         command = list(inside)
         if self._is_active and not self.given and command[0] != "-m":
             with suppress(OSError, SyntaxError, ValueError):  # Python reports it
-                self._option = find_option(ast.parse(Path(command[0]).read_bytes())) or []
+                source = Path(command[0]).read_bytes()
+                if b"add_argument" in source:  # else the start of a worker need not parse it
+                    self._option = find_option(ast.parse(source)) or []
                 self._name = self._option[0] if self._option else ""
         self._is_active &= bool(self.given or self._option)
         if not self._is_active:

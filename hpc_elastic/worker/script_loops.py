@@ -256,7 +256,7 @@ class Loop:
 
     @property
     def may_train(self) -> bool:
-        """Whether it may draw batches, and does more with them than numbers need."""
+        """Whether it may train: it draws from no call, and calls something for what it draws."""
         calls = (isinstance(n, ast.Call) for part in self.node.body for n in ast.walk(part))
         return not isinstance(_drawn(self), ast.Call) and any(calls)
 
@@ -525,7 +525,9 @@ def changed(script: ScriptSource) -> ast.Module:
     epochs, reached = _leading(script)
     names: dict[Loop, set[str]] = {}  # what its iterations take: all is found before it is changed
     for scope in script.scopes:
-        for loop in [] if scope.is_in_class or scope.is_compiled else scope.loops:
+        if scope.is_in_class or scope.is_compiled:
+            continue
+        for loop in scope.loops:
             around = [each for each in scope.loops if _contains(each, loop)]
             is_inner = scope.name in reached or not epochs.isdisjoint(around)
             if loop in epochs or (is_inner and loop.may_train):

@@ -163,6 +163,9 @@ def test_errors_are_translated():
     assert type(other) is ProcessGroupError and "barrier failed" in str(other)
     group.end_error = AbortedError("aborted")
     assert translate_error(closed, "barrier", group) is group.end_error
+    assert group.end_error.__cause__ is closed
+    own = ProcessGroupError("named")
+    assert translate_error(own, "barrier", group) is own and own.__cause__ is None
 
 
 class StuckWork(Work):

@@ -38,10 +38,7 @@ class CleanConsole(Console):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return the console of standard output or error; a file or pipe has long lines.
-
-    Texts are shown as they are: brackets are no markup.
-    """
+    """Return a console without markup; the lines of a file or pipe are long."""
     file = terminal_of(sys.stderr if stderr else sys.stdout)
     made = CleanConsole(file=file, highlight=False, markup=False, emoji=False)
     if not made.is_terminal and "COLUMNS" not in os.environ:

@@ -372,10 +372,7 @@ class StepClock:
         return max(self._least_s, LIMIT_FACTOR * statistics.median(self._steps_s))
 
     def is_alive(self, now: float) -> bool:
-        """Return whether it shows signs of life without a step.
-
-        Other ranks may wait for such a worker, but not for one that makes steps.
-        """
+        """Return whether it shows signs of life without a step: other ranks may wait for it."""
         half_s = (self.limit_s or 0.0) / 2
         return now - self._sign_at < half_s <= now - self._step_at
 

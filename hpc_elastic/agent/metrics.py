@@ -305,10 +305,7 @@ class WorkerLoads:
 
 
 def apart_workers(workers: Mapping[int, WorkerStatus], world_size: int | None) -> dict[int, int]:
-    """Return the size of the group of each worker, by global rank, whose group has another size.
-
-    ``world_size`` is None if they need no process group.
-    """
+    """Return the size of each group that has not ``world_size`` (None: any), by global rank."""
     return {
         rank: worker.group
         for rank, worker in workers.items()

@@ -209,10 +209,7 @@ class PreemptionState:
 
 
 class DrainController:
-    """What the workers of one round, and their agent, do about a notice.
-
-    ``why_leave`` returns why to wait no longer, and None to wait.
-    """
+    """What a round's workers and agent do at a notice; ``why_leave``: why to wait no longer."""
 
     def __init__(
         self,

@@ -418,10 +418,7 @@ def _why_not_forked(channel: socket.socket) -> str | None:
 
 
 def _serve_forks(channel: socket.socket) -> socket.socket:
-    """Fork warm workers for the agent until this process is to be a worker, or is not needed.
-
-    Returns the socket to the agent: another one in each fork.
-    """
+    """Fork warm workers until this process is to be one; return its socket to the agent."""
     for number in signals.NOTICES:  # a fork keeps this one (`signals.ignore_notices_here`)
         signal.signal(number, lambda *_: None)
     with contextlib.suppress(ConnectionError):  # closed before the report was read

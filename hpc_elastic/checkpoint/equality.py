@@ -363,10 +363,7 @@ class Comparer:
             raise InexactError("state", example, what)
 
     def describe(self, flat: Flat, number: int, *, compare: bool) -> Described | None:
-        """Return what this rank has, after `Planner.plan`; None if it is the only rank.
-
-        ``compare``: also numbers whose turn it is not.
-        """
+        """Return what this rank has; None if it is alone. ``compare``: also out of turn."""
         if self._group.world_size == 1:
             return None
         holders = self._planner.holders

@@ -204,10 +204,7 @@ class Manifest:
 
 
 def own_name(name: str, rank: int) -> str:
-    """Return the stored name of a tensor that each rank has for itself: ``data~rank1/buffer``.
-
-    No key of a state is written like that.
-    """
+    """Return the stored name of a rank's own tensor, ``data~rank1/buffer``: no key is like it."""
     key, slash, rest = name.partition("/")
     return f"{key}~rank{rank}{slash}{rest}"
 

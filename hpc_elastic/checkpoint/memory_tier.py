@@ -89,11 +89,7 @@ class MemoryStore:
     """The saves of one directory in the memory of all nodes, as one worker sees them."""
 
     def __init__(self, tier: MemoryTier, directory: Path, group: RankGroup, num_bytes: int) -> None:
-        """Meet the other ranks, with the same tier (every rank; collective).
-
-        Raises ConfigError if the memory folder cannot be used, CheckpointError if another rank's
-        cannot.
-        """
+        """Meet the others (collective); CheckpointError if another's folder fails."""
         self._tier = tier
         self._group = group
         self._token = int.from_bytes(blake2b(group.token.encode(), digest_size=7).digest())

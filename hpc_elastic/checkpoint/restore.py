@@ -220,10 +220,7 @@ class Restorer:
     def _find_stored(
         self, step: int, *, at_once: bool
     ) -> tuple[Path, Manifest, Sequence[FileEntry]]:
-        """Return a checkpoint that all ranks find whole, and what they verify as they read it.
-
-        Each rank has a share of the files, the ones that it reads under the same world size.
-        """
+        """Return a checkpoint that all find whole, and this rank's share to verify."""
         folder = self.store.stored(step)
         with self._vote(folder):
             manifest = self._read_manifest(folder)

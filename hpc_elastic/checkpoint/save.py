@@ -241,10 +241,7 @@ class Save:
                 raise self._failure("rank 0 gave up")
 
     def _poll_staging(self, what: str, missing: Callable[[], list[int]]) -> Iterator[set[str]]:
-        """Yield the names in the staging folder, again and again, for as long as it is allowed.
-
-        A look that fails, as with too many open files, is no reason to end.
-        """
+        """Yield the staging folder's names while it is allowed; a failed look ends nothing."""
         deadline = time.monotonic() + self.context.timeout_s
         pause, longest = _LOOK_S
         problem = ""

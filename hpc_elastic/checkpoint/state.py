@@ -419,10 +419,7 @@ def _bare_names(module: torch.nn.Module) -> Callable[[str], str]:
 
 
 def _with_present_names(saved: Any, present: Any, renamed: dict[str, str]) -> Any:
-    """Rename tensors of a saved tree whose names differ from the present's by wrappers only.
-
-    ``renamed`` gets the present name of such a tensor by the name in the checkpoint.
-    """
+    """Rename tensors of a saved tree that differ by wrappers; ``renamed``: saved -> present."""
     if not isinstance(saved, dict) or not isinstance(present, dict):
         return saved
     by_bare = {_without_wrappers(k): k for k, v in present.items() if isinstance(v, Ref)}
@@ -487,10 +484,7 @@ def _fill(key: str, item: Any, tree: Any) -> None:
 
 
 def _replace(present: Any, saved: Any, seen: set[int]) -> Any:
-    """Fill a dict, list or set with what was saved, in place; return it, or what was saved.
-
-    ``seen`` is what was filled already: a list in two places is filled for the first.
-    """
+    """Fill a dict, list or set in place, once (``seen``); return it, or what was saved."""
     kind = type(saved)
     if type(present) is not kind or id(present) in seen:
         return saved

@@ -127,10 +127,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _error_json(error: Exception) -> dict[str, Any]:
-    """Return an error as JSON: its own, an ``os-error``, or a ``usage-error``.
-
-    A wrong argument is the error that has found it.
-    """
+    """Return an error as JSON, a usage error as its cause; else ``os-error``, ``usage-error``."""
     if isinstance(error, click.ClickException) and isinstance(error.__cause__, HpcElasticError):
         error = error.__cause__
     if isinstance(error, HpcElasticError):

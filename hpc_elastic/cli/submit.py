@@ -271,10 +271,7 @@ def submit_by(what: str, argv: Sequence[str]) -> list[dict[str, Any]]:
 def _run(
     argv: Sequence[str], report: Path, inherited: Sequence[int] = ()
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Run a launcher as `submit_by`.
-
-    It inherits files; its submissions are those that it adds to the report.
-    """
+    """Run a launcher as `submit_by`; its submissions are those that it adds to the report."""
     from hpc_elastic.launcher import detach
 
     num_before = len(detach.read_report(report))

@@ -86,10 +86,7 @@ class Encoder:
     lost: dict[str, str] = field(default_factory=dict)
 
     def encode(self, node: Any, name: str = "", skip: Sequence[str] = ()) -> Frozen:
-        """Return a node of a config, whose dotted name is ``name``, as plain data.
-
-        ``skip`` are keys of its own that are left out. Raises ConfigError if a value is an object.
-        """
+        """Return the node ``name`` as plain data without the keys ``skip``, or ConfigError."""
         raw, found = node._value(), self._types(node, name)
         if isinstance(node, UnionNode) and isinstance(raw, Node):
             values, inner = self.encode(raw, name)

@@ -133,10 +133,7 @@ class EpochPlan:
     def steps(
         self, place: SamplePosition, num_steps: int
     ) -> Iterator[tuple[int, int, int, int, int, int]]:
-        """Yield the samples of the steps after a position, of all ranks, as `ledger.Span` has them.
-
-        Steps that follow one rule are one row.
-        """
+        """Yield the next steps' samples, of all ranks, as `ledger.Span`: a row per rule."""
         whole = self.batch.global_batch_size
         while num_steps > 0:
             place = self.next_batch(place)

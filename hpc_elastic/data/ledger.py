@@ -281,10 +281,7 @@ class _Origin:
 
 
 def _find_origin() -> _Origin | None:
-    """Return the run and the group of this worker; None outside of a run, without a ledger.
-
-    ``torchrun --rdzv-backend=slurm`` has no run directory, and counts as outside.
-    """
+    """Return this worker's run and group; None outside (torchrun's), without a ledger."""
     entry = fencing.own_entry()
     if entry is None:
         return None

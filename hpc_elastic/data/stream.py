@@ -330,10 +330,7 @@ class StreamDataset:
 
 
 class _Epoch:
-    """One epoch in one process, with a reader for each lane that it has read from.
-
-    ``begins`` has the start of each shard, in the epoch's order, and the end.
-    """
+    """One epoch in one process; ``begins``: the start of each shard, in order, and the end."""
 
     def __init__(
         self, number: int, shards: Sequence[Any], read: Read, layout: StreamLayout

@@ -40,10 +40,7 @@ from hpc_elastic.errors import ConfigError
 
 @cache
 def additions(first: int, last: int) -> frozenset[tuple[int, int, int]]:
-    """Return the additions of the tree over the virtual ranks from first up to last.
-
-    (first, middle, last) adds the sum of [middle, last) to the sum of [first, middle).
-    """
+    """Return the tree's additions: (first, middle, last) adds [middle, last) to [first, middle)."""
     if last - first < 2:
         return frozenset()
     middle = (first + last) // 2
@@ -135,10 +132,7 @@ class _Exchange:
             self._received.insert(self._worker, [flat.part(self._worker) for flat in self._sent])
 
     def average(self, sums: Sequence[PartialSum], marks: Sequence[bool]) -> list[bool]:
-        """Complete the tree, and exchange the marks: return for each whether any worker has set it.
-
-        The tensors of the first sum become the average.
-        """
+        """Complete the tree in the first sum; return which marks any worker has set."""
         tensors = sums[0].tensors
         assert tensors is not None
         if self._size == 1:

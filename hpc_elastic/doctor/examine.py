@@ -61,10 +61,7 @@ def examine_nodes(
     timeout_s: float,
     report: Report,
 ) -> Examination:
-    """Run the probe, and return its findings after those of `examine_login_node`.
-
-    ``timeout_s`` limits the wait for the first node.
-    """
+    """Return ``before`` with a probe's findings; ``timeout_s``: until the first node."""
     launcher, slurm = cluster.slurm_settings(settings), before.cluster
     if slurm.config is None:
         return before

@@ -148,10 +148,7 @@ class ProbeRun:
         self.evidence = Evidence(num_nodes, notice_name=notice)
 
     def run(self, timeout_s: float) -> Evidence:
-        """Run the whole probe; nothing is left behind, also after an interrupt.
-
-        The first task has to start within ``timeout_s``.
-        """
+        """Run the probe, whose first task has ``timeout_s`` to start; it leaves nothing behind."""
         try:
             running = self._wait_for_start(timeout_s)
             pending = self._in_phase(Phase.PENDING)
@@ -352,10 +349,7 @@ class ProbeRun:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """The report of one task, written by `probe_task`.
-
-    It has no all_reduce if it took no part in that.
-    """
+    """The report of one task, by `probe_task`; no all_reduce if it took no part in that."""
 
     facts: NodeFacts
     meeting: MeetingResult

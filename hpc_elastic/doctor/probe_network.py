@@ -277,10 +277,7 @@ class FolderTrial:
         _append(self._file("appended"), _MORE)
 
     def watch_changes(self, change: Callable[[], object], timeout_s: float) -> Visibility:
-        """Look at the folder, have it changed, and wait until the changes are seen (observer).
-
-        ``change`` returns when the doer has changed it.
-        """
+        """Have ``change`` called, and wait until the changes are seen (observer)."""
         start = time.monotonic()
         files = [self._file(name) for name in ("removed", "replaced", "appended")]
         while self._names("renamed") != {"old"} or any(read(file) != _OLD for file in files):

@@ -370,10 +370,7 @@ _TRIALS: dict[str, Callable[[Path], None]] = {"link": _link, "rename": _rename, 
 
 
 def _clock_offset(trial: Path) -> float:
-    """Return how far the clock of new files is ahead of this host's; 0 within the precision.
-
-    The server of a network file system dates files by its own clock.
-    """
+    """Return the seconds that the clock of new files is ahead; 0 within the precision."""
     before = time.time()
     (trial / "dated").write_text("now")
     dated = (trial / "dated").stat().st_mtime

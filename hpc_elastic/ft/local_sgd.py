@@ -45,10 +45,7 @@ _BUCKET_MB = 1024
 
 
 class _StepHooks:
-    """Hooks around each step of an optimizer, while the context is open.
-
-    No peer reads the state for healing while the optimizer changes it.
-    """
+    """Hooks around each step of an optimizer: no peer reads a state that changes."""
 
     def __init__(self, manager: Manager, optimizer: optim.Optimizer) -> None:
         self._manager = manager

@@ -174,10 +174,7 @@ class NCCLGroup(LiveGroup):
         return ManagedWork(work, operation, self)
 
     def end_group(self, error: Exception, *, finish_pending: bool) -> None:
-        """End the kernels on the GPU, and all that waits for them.
-
-        It always aborts: torch's shutdown waits for peers, which may be lost.
-        """
+        """End all kernels by an abort: torch's shutdown waits for peers that may be lost."""
         if finish_pending:
             torch.cuda.current_stream().synchronize()
         self.end_error = error

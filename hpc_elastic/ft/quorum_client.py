@@ -308,10 +308,7 @@ class QuorumClient:
         return self._client.request_quorum(request, timeout_s)
 
     def _join(self, result: QuorumResult, moved: CommittedProgress | None) -> HealedState | None:
-        """Form the group, and send or fetch the state of this progress, unless it is None.
-
-        Meanwhile `on_abort` can abort it.
-        """
+        """Form the group; send or fetch the state of this progress, if any."""
         quorum_id = result.quorum_id
         self._transport.resume()
         with self._lock:

@@ -269,10 +269,7 @@ class Next(Enum):
 
 
 def decide(report: Lines, *, is_over: bool) -> Next:
-    """Return what a call does, by the report of the calls before it (pure).
-
-    ``is_over``: no process of these calls is left.
-    """
+    """Return what a call does, by the report; ``is_over``: no earlier process is left (pure)."""
     begins = [at for at, line in enumerate(report) if line.get("stage") == ATTEMPT]
     lines = [line for line in report[begins[-1] + 1 :] if "error" not in line] if begins else []
     submitted = [line for line in lines if "runs" in line]
@@ -401,10 +398,7 @@ def _refusal(name: str, report: Lines, why: str) -> SubmissionError:
 
 
 def _adopt(name: str, report: Lines) -> dict[str, Any] | None:
-    """Return what a launcher has submitted that was killed before its report, if anything.
-
-    Raises SubmissionError if that is unknown, or a part.
-    """
+    """Return what a killed launcher has submitted; SubmissionError if unknown or a part."""
     start = next(line for line in reversed(report) if line.get("stage") == STARTING)
     submission = Submission(Path(start["sweep"]) / SUBMISSION)
     arrays = [submission.array(number) for number in start["arrays"]]

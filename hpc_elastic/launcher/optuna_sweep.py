@@ -465,10 +465,7 @@ class _StudyRunner:
                 pause(0.0 if self._poll() else every_s)
 
     def finish(self) -> None:
-        """Write and print the best trial.
-
-        Raises HpcElasticError if no trial was completed, or too many have failed.
-        """
+        """Write and print the best trial; HpcElasticError if too many failed."""
         error = None
         if self._is_failing():
             num = self._num(TrialState.FAIL)

@@ -141,10 +141,7 @@ class Plan:
 def make_plan(
     runs: Sequence[RunRequest], submission: Path, *, max_array_size: int, first_array: int = 0
 ) -> Plan:
-    """Lay the runs of one submission out as job arrays, numbered from ``first_array``.
-
-    Raises ConfigError if a setting of the whole submission differs between runs.
-    """
+    """Lay runs out as job arrays; ConfigError if a setting of the submission differs."""
     first_launcher = runs[0].settings.launcher
     for other in (run.settings.launcher for run in runs[1:]):
         if type(other) is not type(first_launcher):

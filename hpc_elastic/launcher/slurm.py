@@ -302,10 +302,7 @@ def adopt_shell(requests: Sequence[RunRequest], environ: Mapping[str, str]) -> l
 
 
 def max_array_size(*, dry_run: bool, client: SlurmClient | None = None) -> int:
-    """Return the cluster's MaxArraySize; a dry run without Slurm assumes Slurm's default.
-
-    Raises SubmissionError if Slurm does not answer, so nothing can be submitted.
-    """
+    """Return MaxArraySize, in a dry run without Slurm its default; or SubmissionError."""
     try:
         if size := (client or SlurmClient()).max_array_size():
             return size

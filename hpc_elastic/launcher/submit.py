@@ -385,10 +385,7 @@ def with_free_numbers(prepare_again: Callable[[], T]) -> T:
 
 
 def write_arrays(plan: Plan, scripts: Mapping[int, str]) -> None:
-    """Write the files of all arrays of a plan, which thereby owns their numbers.
-
-    Raises ArrayTakenError if another submission has the numbers, and nothing was written.
-    """
+    """Write the array files of a plan, which then owns their numbers; or ArrayTakenError."""
     submission = Submission(plan.submission)
     ours: list[Path] = []
     for array in plan.arrays:
@@ -434,10 +431,7 @@ def read_template(path: str | None) -> str:
 
 
 def write_concurrently(write_run: Callable[..., None], *of_each_run: Sequence[Any]) -> None:
-    """Write the files of all runs, several runs at a time where a file system is slow.
-
-    Elsewhere threads would only wait for the interpreter's lock.
-    """
+    """Write all runs' files, several at a time where a file system is slow."""
 
     def written() -> Iterator[None]:
         remaining = zip(*of_each_run, strict=True)
@@ -455,11 +449,7 @@ def write_concurrently(write_run: Callable[..., None], *of_each_run: Sequence[An
 
 
 def open_sweep(folder: Path) -> None:
-    """Make the sweep directory.
-
-    Raises RunDirectoryError if it cannot be made or written to, and ConfigError in one process of
-    several (`require_one_process`).
-    """
+    """Make the sweep directory, or RunDirectoryError; ConfigError in one process of several."""
     require_one_process(os.environ)
     probe = folder / ".hpc_elastic-probe"
     try:

@@ -206,10 +206,7 @@ def claim(
 
 
 def has_no_leader(index: int, entry: LogEntry | None) -> bool:
-    """Return whether no agent has led since the run was submitted, or resumed.
-
-    ``index`` is that of the last entry; ``entry`` the newest one that verifies.
-    """
+    """Return whether no agent has led since the submission; ``entry``: the newest valid."""
     return index == 0 or (entry is not None and entry.index == index and entry.is_vacant)
 
 

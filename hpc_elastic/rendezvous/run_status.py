@@ -84,10 +84,7 @@ def _named(items: Sequence[object]) -> str:
 
 
 def _apart_warnings(apart: Sequence[tuple[int, int]]) -> Iterator[str]:
-    """Yield what is wrong with workers that do not train together.
-
-    ``apart`` has rank and size of the process group of each, size 0 if it has none.
-    """
+    """Yield what is wrong with workers, by the rank and group size of each (0: no group)."""
     if not apart:
         return
     ranks = sorted(rank for rank, _ in apart)

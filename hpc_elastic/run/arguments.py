@@ -18,10 +18,7 @@ _NAMESPACES: dict[str, Any] = {"namespace": Namespace, "simple": SimpleNamespace
 
 
 def encode(value: object, name: str) -> Any:
-    """Return the JSON form of arguments; ``name`` is what they are, for messages.
-
-    Raises ConfigError, which names the argument, if one has another type.
-    """
+    """Return the JSON form of arguments called ``name``, or ConfigError for another type."""
 
     def leaf_of(path: str, leaf: object) -> tuple[str, Any] | None:
         if isinstance(leaf, PurePath):

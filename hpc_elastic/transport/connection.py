@@ -564,10 +564,7 @@ class SignedSocket:
 def connect_and_prove(
     connected: Callable[[], socket.socket], secret: bytes, context: object, *, timeout_s: float
 ) -> tuple[socket.socket, FrameSigner]:
-    """Return a connection after the handshake; try again if strangers have taken all places.
-
-    ``connected`` returns a fresh connection; the other arguments, and the errors, are `prove`'s.
-    """
+    """Return `connected` after `prove`; again if strangers have taken all places."""
     number = 0
     while True:
         sock = connected()

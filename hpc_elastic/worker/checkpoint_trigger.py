@@ -62,10 +62,7 @@ class Period:
         return self.every_steps is not None and step % self.every_steps == 0
 
     def interval_s(self, cost_s: float | None) -> float | None:
-        """Return the seconds between two checkpoints; None where time does not count.
-
-        ``cost_s`` is for how long the training stood still for the last one; None before the first.
-        """
+        """Return the seconds between saves, by the last one's cost; None: not by time."""
         if self.every_steps is not None or self.every_s is not None:
             return self.every_s
         overhead = self.overhead or _DEFAULT_OVERHEAD

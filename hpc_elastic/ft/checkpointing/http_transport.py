@@ -450,10 +450,7 @@ class Fetch:
             return fetcher.source not in self._failures and not self._is_over()
 
     def _handle_failure(self, fetcher: Fetcher, why: str) -> None:
-        """Go on without a source, as long as there is another.
-
-        Its other connections are cut; those that were fetching come here, too, once they notice.
-        """
+        """Go on without a source, if there is another; cut its connections."""
         with self._changed:
             if self._stopped:
                 return

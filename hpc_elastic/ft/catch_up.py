@@ -36,8 +36,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from hpc_elastic.ft.checkpointing import HealError, HTTPTransport, UnusableStateError, _layout
-from hpc_elastic.ft.checkpointing._http import Pieces
 from hpc_elastic.ft.checkpointing._layout import SMALL_BYTES, StateLayout, Target
+from hpc_elastic.ft.checkpointing._wire import Pieces
 from hpc_elastic.ft.checkpointing.http_transport import FetchPlan, Range, cut_range
 from hpc_elastic.ft.quorum import CommittedProgress
 from hpc_elastic.ft.quorum_client import run_in_background

@@ -70,7 +70,7 @@ def make_network_slow(library: str) -> None:
     """Let most tensors be large, and the answers to requests for them take long (ours alone)."""
     for name in ("checkpointing._layout", "catch_up", "manager"):
         part_of(library, name).SMALL_BYTES = 256
-    http = part_of(library, "checkpointing._http")
+    http = part_of(library, "checkpointing._wire")
     receive = http.receive_into
 
     def receive_slowly(*arguments: Any) -> None:

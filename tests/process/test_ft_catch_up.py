@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpc_elastic.ft.catch_up import CatchUp, SkipCopiesOntoItself
-from hpc_elastic.ft.checkpointing import HealError, HTTPTransport, UnusableStateError, _http
+from hpc_elastic.ft.checkpointing import HealError, HTTPTransport, UnusableStateError, _wire
 from hpc_elastic.ft.checkpointing._layout import SMALL_BYTES
 from hpc_elastic.ft.quorum import CommittedProgress
 
@@ -90,14 +90,14 @@ def pair():
 @pytest.fixture
 def slow_network(monkeypatch):
     """Large tensors take long: a few come in a step."""
-    receive = _http.receive_into
+    receive = _wire.receive_into
 
     def receive_into(sock, views):
         if sum(map(len, views)) > SMALL_BYTES:
             time.sleep(0.05)
         receive(sock, views)
 
-    monkeypatch.setattr(_http, "receive_into", receive_into)
+    monkeypatch.setattr(_wire, "receive_into", receive_into)
 
 
 def catch_up_of(newcomer):

@@ -37,11 +37,12 @@ from hpc_elastic.ft.checkpointing import (
     HealTimeoutError,
     HTTPTransport,
     UnusableStateError,
-    _http,
+    _wire,
 )
-from hpc_elastic.ft.checkpointing._http import StateServer
+from hpc_elastic.ft.checkpointing._wire import StateServer
 from hpc_elastic.ft.checkpointing.pg_transport import PGTransport
 from hpc_elastic.ft.coordination import LighthouseServer
+from hpc_elastic.transport.connection import SignedSocket
 
 KEY = b"the run's"
 
@@ -247,9 +248,9 @@ def flip_at(at: int) -> Callable[[bytes, int], bytes]:
     return on_bytes
 
 
-@pytest.mark.parametrize("at", [HANDSHAKE_BYTES + 20, HANDSHAKE_BYTES + 130, 1000, 9_000_000])
+@pytest.mark.parametrize("at", [HANDSHAKE_BYTES + 20, HANDSHAKE_BYTES + 60, 1000, 9_000_000])
 def test_damage_is_noticed(transport, source, relay, at):
-    """In the head, in the layout and in the bytes; another source gives what is right."""
+    """In the frame, in the layout and in the bytes; another source gives what is right."""
     damaged = relay(source(make_state()), flip_at(at)).url
     with pytest.raises(HealError, match=r"127.0.0.1:\d+: "):
         fetch(transport(num_chunks=1), damaged)
@@ -324,6 +325,18 @@ def test_strangers_are_turned_away(transport, source, text):
     with ask(a, text) as s:
         assert is_equal(fetch(transport(), a.metadata()), make_state())
         assert says_nothing(s)
+
+
+def test_a_peer_that_asks_nonsense_ends_its_own_connection(source, transport):
+    """As one of another version does; the next peer is served."""
+    a = source(make_state())
+    address = "127.0.0.1", int(re.search(r":(\d+)/", a.metadata())[1])
+    peer = SignedSocket.connect(address, KEY, _wire.SESSION, timeout_s=20)
+    with contextlib.closing(peer):
+        peer.send({"verb": "layout"})
+        with pytest.raises(ConnectionResetError):
+            peer.receive()
+    assert is_equal(fetch(transport(), a.metadata()), make_state())
 
 
 def says_nothing(s: socket.socket) -> bool:
@@ -403,7 +416,7 @@ def test_a_source_that_was_not_needed_does_not_wait(
     transport, source, relay, stall, late, monkeypatch
 ):
     """It is told that others gave all, even if it offers its state after that."""
-    monkeypatch.setattr("hpc_elastic.ft.checkpointing._http.ARRIVAL_S", 40.0)
+    monkeypatch.setattr("hpc_elastic.ft.checkpointing._wire.ARRIVAL_S", 40.0)
     a, b = source(make_state()), transport()
     if not late:
         b.send_checkpoint([1], STEP, make_state(), LONG)
@@ -434,15 +447,15 @@ def test_a_sender_with_a_full_window_notices_the_end():
         destination = socket.create_connection(server.getsockname())
         source, _ = server.accept()
     with source:
-        _http.prepare(source, LONG.total_seconds())
-        sending = InThread(lambda: _http.send(source, [bytes(64 << 20)]))
+        _wire.prepare(source, LONG.total_seconds())
+        sending = InThread(lambda: _wire.send(source, [bytes(64 << 20)]))
         eventually(lambda: is_full(source))
-        _http.cut(destination)
+        _wire.cut(destination)
         destination.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while destination.recv(1 << 20):
                 pass
-        _http.close(destination)
+        _wire.close(destination)
         with pytest.raises(ConnectionError):
             sending.result()
 

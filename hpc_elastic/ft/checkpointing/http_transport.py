@@ -4,7 +4,7 @@
 
 It serves the state where it is, without a copy; takes it from several peers at once; receives into
 fresh memory, so that a heal that fails changes nothing; proves on both sides that the other belongs
-to the run; and checks every block. `_http` has the messages and the server.
+to the run; and checks every block. `_wire` has the messages and the server.
 """
 
 # ruff: noqa: D102  (some names say it all)
@@ -26,8 +26,14 @@ from urllib.parse import urlsplit
 import xxhash
 
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.ft.checkpointing import _http, _layout
-from hpc_elastic.ft.checkpointing._http import AnswerHead, HealRequest, Offer, Pieces, StateServer
+from hpc_elastic.ft.checkpointing import _layout, _wire
+from hpc_elastic.ft.checkpointing._wire import (
+    HealConnection,
+    HealRequest,
+    Offer,
+    Pieces,
+    StateServer,
+)
 from hpc_elastic.ft.checkpointing.transport import (
     CheckpointTransport,
     HealError,
@@ -51,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 
 class HTTPTransport(CheckpointTransport[T]):
-    """Serves and fetches states over HTTP, signed with the key that the run's workers share."""
+    """Serves and fetches states, over connections signed with the key that the workers share."""
 
     multi_source = True
     needs_group = False
@@ -152,7 +158,7 @@ class HTTPTransport(CheckpointTransport[T]):
         """Return once the state that was offered may change.
 
         It waits for the peers that it was offered to, until the time-out of the offer; for those
-        that never came at most `_http.ARRIVAL_S`; for none after `abort`.
+        that never came at most `_wire.ARRIVAL_S`; for none after `abort`.
         """
         self._server.withdraw()
 
@@ -229,7 +235,7 @@ class HTTPTransport(CheckpointTransport[T]):
         """
         digest, timeout_s = _layout.digest(layout.to_json()), timeout.total_seconds()
         client = secrets.token_hex(16)
-        request = HealRequest("", "digests", step, client, "", timeout_s, digest)
+        request = HealRequest("", "digests", step, client, timeout_s, digest)
         answer = json.loads(send_request(source, self._key, request, timeout_s, self._hold))
         if not isinstance(answer, list) or len(answer) != len(layout.specs):
             raise HealError(f"no digests of {len(layout.specs)} tensors: {str(answer)[:80]}")
@@ -239,7 +245,7 @@ class HTTPTransport(CheckpointTransport[T]):
         with self._lock:
             self._asking = connection
             if self._aborted and connection:
-                _http.cut(connection)
+                _wire.cut(connection)
 
     def look_again(self) -> None:
         """Let `fetch_parts` ask at once whether it has enough (any thread)."""
@@ -254,7 +260,7 @@ class HTTPTransport(CheckpointTransport[T]):
             self._aborted = True
             fetch = self._fetch
             if self._asking:
-                _http.cut(self._asking)
+                _wire.cut(self._asking)
         self._server.abort()
         if fetch:
             fetch.abort()
@@ -378,7 +384,7 @@ class Fetch:
         return self._ranges.finished
 
     def _send_done(self, url: str) -> None:
-        done = HealRequest("", "done", self._step, self._client, "")
+        done = HealRequest("", "done", self._step, self._client)
         try:
             send_request(url, self._key, done, CONNECT_TIMEOUT_S)
         except _FAILURES as e:
@@ -394,7 +400,7 @@ class Fetch:
         with self._changed:
             self._stopped = True
             for connection in self._sockets.values():
-                _http.cut(connection)
+                _wire.cut(connection)
             self._changed.notify_all()
 
     def _is_over(self) -> bool:
@@ -411,10 +417,10 @@ class Fetch:
     def _fetch(self, fetcher: Fetcher, place: int) -> None:
         try:
             if self._is_needed(fetcher, place):
-                connection, key = self._connect(fetcher)
+                connection = self._connect(fetcher)
                 token = _token(self._sources[fetcher.source])
                 while (piece := self._next_piece(fetcher)) is not None:
-                    self._receive_piece(connection, key, self._request(token, piece))
+                    self._receive_piece(connection, self._request(token, piece))
                     with self._changed:
                         assert self._ranges
                         self._ranges.finish(fetcher, time.monotonic())
@@ -431,7 +437,7 @@ class Fetch:
                 last = self._sockets.pop(fetcher, None)
                 self._changed.notify_all()
             if last:
-                _http.close(last)
+                _wire.close(last)
 
     def _is_needed(self, fetcher: Fetcher, place: int) -> bool:
         """Wait until a connection is wanted, by its place in the line; return False if it never is.
@@ -465,7 +471,7 @@ class Fetch:
                 return
             for other in [f for f in live if f.source == failed]:
                 if other in self._sockets:
-                    _http.cut(self._sockets[other])
+                    _wire.cut(self._sockets[other])
                 if not (self._ranges and self._ranges.is_fetching(other)):
                     live.discard(other)
             sources = {f.source for f in live}
@@ -476,8 +482,8 @@ class Fetch:
             elif self._ranges.owner == failed:
                 self._ranges.set_owner(min(sources))
 
-    def _connect(self, fetcher: Fetcher) -> tuple[socket.socket, bytes]:
-        """Connect to the source and take its layout; return the connection and its key."""
+    def _connect(self, fetcher: Fetcher) -> HealConnection:
+        """Return a connection to the source, once its layout has been taken."""
 
         def hold(connection: socket.socket) -> None:
             with self._changed:
@@ -488,15 +494,14 @@ class Fetch:
         # `run` cuts it off when time is up, with a message of its own
         until_cut_s = max(0.001, self._until - time.monotonic()) + 1.0
         url = self._sources[fetcher.source]
-        connection, key = _connect(url, self._key, until_cut_s, hold)
-        raw = request_body(connection, key, self._request(_token(url)))
-        self._add_layout(fetcher, raw)
-        return connection, key
+        connection = _connect(url, self._key, until_cut_s, hold)
+        self._add_layout(fetcher, connection.request_body(self._request(_token(url))))
+        return connection
 
     def _request(self, token: str, piece: Range | None = None) -> HealRequest:
         """Return the request for the layout, or for a piece."""
         wait_s = max(0.001, self._until - time.monotonic()) + 1.0
-        of = self._step, self._client, secrets.token_hex(16), wait_s
+        of = self._step, self._client, wait_s
         if piece is None:
             return HealRequest(token, "layout", *of)
         return HealRequest(token, "data", *of, self._digest, *piece)
@@ -544,29 +549,23 @@ class Fetch:
                     return piece
                 slow, rest_s = self._ranges.find_slow(fetcher, now)
                 if slow and slow in self._sockets:
-                    _http.cut(self._sockets[slow])
+                    _wire.cut(self._sockets[slow])
                 self._changed.wait(rest_s or 1.0)
             return None
 
-    def _receive_piece(self, connection: socket.socket, key: bytes, request: HealRequest) -> None:
-        sums = []
-        _http.send(connection, [request.seal(key)])
-        head = AnswerHead.parse(_http.receive_head(connection))
-        if head.status != _http.OK or head.num_bytes != request.num_body_bytes:
-            body = _http.receive(connection, min(head.num_bytes, _http.MAX_HEAD_BYTES))
-            head.check(key, request.nonce, body)
-            raise HealError(body.decode(errors="replace"))
-        head.check(key, request.nonce)
+    def _receive_piece(self, connection: HealConnection, request: HealRequest) -> None:
+        connection.request_answer(request)
+        sums = b""
         for begin, end in request.blocks():
             views = list(self._memory.cut(begin, end))
-            _http.receive_into(connection, views)
+            _wire.receive_into(connection.sock, views)
             checksum = xxhash.xxh3_64()
             for view in views:
                 checksum.update(view)
-            sums.append(checksum.digest())
+            sums += checksum.digest()
             self._until = time.monotonic() + self._timeout_s
-        rest = head.num_bytes - (request.end - request.begin)
-        _http.check_sums(key, request.nonce, sums, _http.receive(connection, rest))
+        if connection.receive().get("sums") != sums.hex():
+            raise AuthenticationError("bytes were damaged on their way")
 
 
 PIECE_BYTES = 8 << 20
@@ -666,8 +665,8 @@ def _token(url: str) -> str:
 
 def _connect(
     url: str, key: bytes, timeout_s: float, hold: Callable[[socket.socket], None]
-) -> tuple[socket.socket, bytes]:
-    """Return a connection to a peer's server, and the key of the connection.
+) -> HealConnection:
+    """Return a connection to a peer's server.
 
     The time-out is for the handshake, and for silence later. ``hold`` is called with each
     connection that is begun; it may be cut from then on. Raises AuthenticationError if the peer has
@@ -689,25 +688,13 @@ def _connect(
         return connection
 
     try:
-        connection, signer = connect_and_prove(connected, key, _http.SESSION, timeout_s=timeout_s)
+        sock, signer = connect_and_prove(connected, key, _wire.SESSION, timeout_s=timeout_s)
     except AuthenticationError as e:
         remedy = "outside of a run all nodes need the same ~/.config/hpc_elastic/key"
         raise AuthenticationError(
             f"it does not know our key, or is another process: {remedy}"
         ) from e
-    _http.prepare(connection, timeout_s)
-    return connection, signer.key
-
-
-def request_body(connection: socket.socket, key: bytes, request: HealRequest) -> bytes:
-    """Return the body of a peer's answer; raise HealError with its reason if it refuses."""
-    _http.send(connection, [request.seal(key)])
-    head = AnswerHead.parse(_http.receive_head(connection))
-    body = _http.receive(connection, head.num_bytes)
-    head.check(key, request.nonce, body)
-    if head.status != _http.OK:
-        raise HealError(body.decode(errors="replace"))
-    return body
+    return HealConnection(sock, signer, timeout_s)
 
 
 def send_request(
@@ -717,14 +704,13 @@ def send_request(
     timeout_s: float,
     hold: Callable[[socket.socket | None], None] = lambda _: None,
 ) -> bytes:
-    """Return a peer's answer to a request without token and nonce; `hold` as in `_connect`.
+    """Return a peer's answer to a request without a token; `hold` as in `_connect`.
 
     It is called with None at the end.
     """
     try:
-        connection, session = _connect(url, key, timeout_s, hold)
-        with connection:
-            sealed = replace(request, token=_token(url), nonce=secrets.token_hex(16))
-            return request_body(connection, session, sealed)
+        connection = _connect(url, key, timeout_s, hold)
+        with connection.sock:
+            return connection.request_body(replace(request, token=_token(url)))
     finally:
         hold(None)

@@ -1,19 +1,16 @@
-"""States over HTTP: the requests and answers, signed on both sides, and the server of a replica.
+"""How a state is sent: requests and answers as signed frames, bytes between them, and the server.
 
-    GET /<token>/layout?step=5&client=..&nonce=..&wait_s=60 HTTP/1.1    the layout (`_layout`)
-    GET /<token>/data?...&digest=..&begin=0&end=8388608 HTTP/1.1        a range of its bytes
+    {"verb": "layout", "step": 5, "client": .., "wait_s": 60, ..}       the layout (`_layout`)
+    {"verb": "data", .., "digest": .., "begin": 0, "end": 8388608}      a range of its bytes
+    {"verb": "digests", .., "digest": ..}                               those of its tensors, JSON
+    {"verb": "done", "step": 5, "client": ..}                           others gave all of it
 
-    GET /<token>/digests?...&digest=.. HTTP/1.1                         those of its tensors, JSON
-    GET /<token>/done?step=5&client=..&nonce=.. HTTP/1.1                others gave all of it
-
-Before its first request a connection is authenticated by the handshake of `transport.auth`, under
-the key that the replicas share. All else on it is signed with the key of this connection, to which
-the server has given a nonce, so nothing that was recorded before counts. The token is the server's,
-drawn when it began. An answer's head is signed with the nonce of the request, so it answers no
-other. A range is followed by a checksum of each block of it (XXH3) and a
-signature of all of them (HMAC, RFC 2104): the sums find damage, the signature finds a range of
-another request. An attacker that changes packets on their way and forges XXH3 is not kept out.
-Nothing on the wire is secret.
+Connections and frames are those of `transport.auth`, under the key that the replicas share: nothing
+counts that was recorded before, or answers another request. The token in a request is the server's,
+drawn when it began. Bytes are not signed; the frame of an answer has the digest of its body. A
+range is followed by a frame with a checksum of each block of it (XXH3), which finds damage. An
+attacker that changes packets on their way and forges XXH3 is not kept out. Nothing on the wire is
+secret.
 
 A state is offered out of the tensors' own memory, from `StateServer.offer` until
 `StateServer.withdraw`, which waits for the destinations that were announced. A destination is known
@@ -38,30 +35,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import blake2b
 from typing import Literal
-from urllib.parse import parse_qsl, urlencode
 
 import torch
 import xxhash
 
 from hpc_elastic.ft.checkpointing import _layout
-from hpc_elastic.transport.auth import AuthenticationError, FrameSigner, is_signed, sign
+from hpc_elastic.ft.checkpointing.transport import HealError
+from hpc_elastic.transport.auth import AuthenticationError, FrameSigner
 from hpc_elastic.transport.connection import SocketServer
 from hpc_elastic.transport.messages import Json, read_fields
 
 BLOCK_BYTES = 1 << 20
 """One checksum each. A block fits into a core's cache, where the sum costs little."""
-SUM_BYTES = 8
-MAC_BYTES = 32
-MAX_HEAD_BYTES = 4096
-MAX_LAYOUT_BYTES = 1 << 30
-END = b"\r\n\r\n"
-OK, CONFLICT = 200, 409
+MAX_FRAME_BYTES = 4096
 SESSION = "heal"
 """Context of the connections (`transport.auth.session_key`)."""
-
-Verb = Literal["layout", "data", "digests", "done"]
 
 _log = logging.getLogger(__name__)
 
@@ -73,112 +62,68 @@ class HealRequest:
     Attributes:
         verb: The layout, a range of the bytes, the digests of the tensors, or nothing any more.
         client: Names the replica's whole fetch, over all its connections.
-        nonce: Not used before on the connection.
         wait_s: How long to wait for a state that is not offered yet.
         digest: Of the layout that the range or the tensors belong to.
     """
 
     token: str
-    verb: Verb
+    verb: Literal["layout", "data", "digests", "done"]
     step: int
     client: str
-    nonce: str
     wait_s: float = 0.0
     digest: str = ""
     begin: int = 0
     end: int = 0
-
-    @property
-    def num_body_bytes(self) -> int:
-        return self.end - self.begin + SUM_BYTES * len(self.blocks()) + MAC_BYTES
 
     def blocks(self) -> list[tuple[int, int]]:
         """Return the range in pieces that have a checksum each."""
         starts = range(self.begin, self.end, BLOCK_BYTES)
         return [(begin, min(begin + BLOCK_BYTES, self.end)) for begin in starts]
 
-    def seal(self, key: bytes) -> bytes:
-        query = {k: v for k, v in vars(self).items() if k not in ("token", "verb")}
-        target = f"/{self.token}/{self.verb}?{urlencode(query)}"
-        mac = sign(key, f"request|{target}")
-        return f"GET {target} HTTP/1.1\r\nHost: peer\r\nX-Mac: {mac}\r\n\r\n".encode()
 
+class HealConnection:
+    """One end of a connection that is authenticated: frames, and bytes between them."""
 
-def open_request(raw: bytes, key: bytes) -> HealRequest:
-    """Return the request in a head; raise AuthenticationError if it is none, or of another key."""
-    try:
-        first, headers = _open_head(raw)
-        _, target, _ = first.split(" ")
-        if not is_signed(key, f"request|{target}", headers["x-mac"]):
-            raise AuthenticationError("signed with another key")
-        path, _, query = target.partition("?")
-        _, token, verb = path.split("/")
-        given: Json = dict(parse_qsl(query, keep_blank_values=True))
-        return read_fields(HealRequest, {**given, "token": token, "verb": verb})
-    except (ValueError, KeyError, TypeError) as e:
-        raise AuthenticationError(f"no request of ours: {raw[:80]!r}") from e
+    def __init__(self, sock: socket.socket, signer: FrameSigner, timeout_s: float) -> None:
+        self.sock, self._signer = sock, signer
+        signer.max_bytes = MAX_FRAME_BYTES
+        prepare(sock, timeout_s)
 
+    def send(self, frame: Json, body: bytes = b"") -> None:
+        send(self.sock, [self._signer.seal(frame), body])
 
-def answer_head(key: bytes, nonce: str, status: int, num_bytes: int, body: bytes = b"") -> bytes:
-    """Return the head of an answer; it signs ``body``, which is empty for a range."""
-    mac = sign(key, _signed_text(nonce, status, num_bytes, body))
-    reason = {OK: "OK", CONFLICT: "Conflict"}[status]
-    lines = f"HTTP/1.1 {status} {reason}", f"Content-Length: {num_bytes}", f"X-Mac: {mac}"
-    return "\r\n".join(lines).encode() + END
+    def receive(self) -> Json:
+        """Return the next frame, behind which the other side waits, or bytes begin.
 
+        Raises ConnectionError if the connection has ended, TimeoutError if nothing came, and
+        AuthenticationError if it is not the peer's.
+        """
+        line = b""
+        while not line.endswith(b"\n"):
+            with _timeouts():
+                seen = self.sock.recv(MAX_FRAME_BYTES, socket.MSG_PEEK)
+            if not seen:
+                raise ConnectionResetError("the connection has ended")
+            line += self.sock.recv(seen.find(b"\n") + 1 or len(seen))
+            if len(line) > MAX_FRAME_BYTES:
+                raise AuthenticationError("a frame too long")
+        return self._signer.open(line)
 
-@dataclass(frozen=True)
-class AnswerHead:
-    """The head of an answer; its body has to be there before `check`."""
+    def request_answer(self, request: HealRequest) -> Json:
+        """Return the frame of a peer's answer; raise HealError with its reason if it refuses."""
+        self.send(vars(request))
+        answer = self.receive()
+        if "refused" in answer:
+            raise HealError(answer["refused"])
+        return answer
 
-    status: int
-    num_bytes: int
-    mac: str
-
-    @classmethod
-    def parse(cls, raw: bytes) -> AnswerHead:
-        try:
-            first, headers = _open_head(raw)
-            length = int(headers["content-length"])
-            if not 0 <= length <= MAX_LAYOUT_BYTES:
-                raise ValueError(f"a length of {length}")
-            return cls(int(first.split(" ")[1]), length, headers["x-mac"])
-        except (ValueError, KeyError, IndexError) as e:
-            raise AuthenticationError(f"no answer of ours: {raw[:80]!r}") from e
-
-    def check(self, key: bytes, nonce: str, body: bytes = b"") -> None:
-        """Raise AuthenticationError if it is not the peer's, or not to this very request."""
-        if not is_signed(key, _signed_text(nonce, self.status, self.num_bytes, body), self.mac):
-            raise AuthenticationError("the answer is not signed with our key")
-
-
-def seal_sums(key: bytes, nonce: str, sums: Sequence[bytes]) -> bytes:
-    """Return what follows a range: its blocks' checksums, and their signature."""
-    joined = b"".join(sums)
-    return joined + _mac(key, nonce, joined)
-
-
-def check_sums(key: bytes, nonce: str, sums: Sequence[bytes], sealed: bytes) -> None:
-    """Raise AuthenticationError if a range was damaged on its way, or is not the peer's."""
-    joined, mac = sealed[:-MAC_BYTES], sealed[-MAC_BYTES:]
-    if not hmac.compare_digest(mac, _mac(key, nonce, joined)):
-        raise AuthenticationError("the checksums are not signed with our key")
-    if joined != b"".join(sums):
-        raise AuthenticationError("bytes were damaged on their way")
-
-
-def _mac(key: bytes, nonce: str, sums: bytes) -> bytes:
-    return hmac.digest(key, f"sums|{nonce}|".encode() + sums, "sha256")
-
-
-def _signed_text(nonce: str, status: int, num_bytes: int, body: bytes) -> str:
-    return f"answer|{nonce}|{status}|{num_bytes}|{blake2b(body).hexdigest()}"
-
-
-def _open_head(raw: bytes) -> tuple[str, dict[str, str]]:
-    first, *rest = raw.decode("ascii").removesuffix("\r\n\r\n").split("\r\n")
-    pairs = (line.partition(":") for line in rest)
-    return first, {name.lower(): value.strip() for name, _, value in pairs}
+    def request_body(self, request: HealRequest) -> bytes:
+        """Return the body of a peer's answer; errors are those of `request_answer` and `receive`."""
+        answer = self.request_answer(request)
+        body = receive(self.sock, answer["num_bytes"])
+        if _layout.digest(body) != answer["digest"]:
+            raise AuthenticationError("bytes were damaged on their way")
+        return body
 
 
 # ---- Blocking sockets that move many bytes: with time-outs, without the interpreter in the way
@@ -241,25 +186,6 @@ def is_gone(sock: socket.socket) -> bool:
         return False
     except OSError:
         return True
-
-
-def receive_head(sock: socket.socket) -> bytes:
-    """Return all up to an empty line, at which the other side waits or a body begins.
-
-    Raises ConnectionError if the connection has ended, TimeoutError if nothing came, and
-    AuthenticationError if it is too long.
-    """
-    head = b""
-    while not head.endswith(END):
-        with _timeouts():
-            seen = sock.recv(MAX_HEAD_BYTES, socket.MSG_PEEK)
-        if not seen:
-            raise ConnectionResetError("the connection has ended")
-        if len(head) + len(seen) > MAX_HEAD_BYTES:
-            raise AuthenticationError("a head too long")
-        at = (head[-3:] + seen).find(END)
-        head += sock.recv(len(seen) if at < 0 else at + len(END) - len(head[-3:]))
-    return head
 
 
 def receive(sock: socket.socket, num_bytes: int) -> bytes:
@@ -330,7 +256,6 @@ class Offer:
     since: float = field(default_factory=time.monotonic)
     is_open: bool = True
     clients: dict[str, set[socket.socket]] = field(default_factory=dict)
-    nonces: set[str] = field(default_factory=set)
 
     @cached_property
     def digest(self) -> str:
@@ -424,27 +349,32 @@ class StateServer:
         if self._offer is offer:
             self._offer = None
 
-    def _serve(self, connection: socket.socket, signer: FrameSigner) -> None:
+    def _serve(self, sock: socket.socket, signer: FrameSigner) -> None:
         try:
-            prepare(connection, _IDLE_S)
-            while self._answer_request(connection, signer.key, receive_head(connection)):
+            connection = HealConnection(sock, signer, _IDLE_S)
+            while self._answer_request(connection):
                 pass
         finally:
             with self._changed:
                 if self._offer:
                     for connections in self._offer.clients.values():
-                        connections.discard(connection)
+                        connections.discard(sock)
                 self._changed.notify_all()
 
-    def _answer_request(self, connection: socket.socket, key: bytes, head: bytes) -> bool:
+    def _answer_request(self, connection: HealConnection) -> bool:
         """Answer a request; return False if that was the last of its connection."""
 
-        def answer(status: int, body: bytes) -> None:
-            send(connection, [answer_head(key, request.nonce, status, len(body), body), body])
+        def answer(body: bytes) -> None:
+            head = {"num_bytes": len(body), "digest": _layout.digest(body)}
+            connection.send(head, body)
 
-        request = open_request(head, key)
+        try:
+            request = read_fields(HealRequest, connection.receive())
+        except (TypeError, KeyError) as e:
+            raise ValueError(f"no request of ours: {e}") from e
         if not hmac.compare_digest(request.token.encode(), self._token.encode()):
-            answer(CONFLICT, b"it is another process: the one that was asked has ended")
+            why = "it is another process: the one that was asked has ended"
+            connection.send({"refused": why})
             return False
         if request.verb == "done":
             with self._changed:
@@ -453,24 +383,24 @@ class StateServer:
                 else:
                     self._early.add((request.step, request.client))
                 self._changed.notify_all()
-            answer(OK, b"")
+            answer(b"")
             return False
-        found = self._find_offer(request, connection)
+        found = self._find_offer(request, connection.sock)
         if isinstance(found, str):
-            answer(CONFLICT, found.encode())
+            connection.send({"refused": found})
             return False
         if request.verb == "layout":
-            answer(OK, found.layout)
+            answer(found.layout)
             return True
         if request.verb == "digests":
             with self._reading(found):
                 digests = _layout.digest_tensors(found.raw)
-            answer(OK, json.dumps(digests).encode())
+            answer(json.dumps(digests).encode())
             return False
-        send(connection, [answer_head(key, request.nonce, OK, request.num_body_bytes)])
+        connection.send({})
         with self._reading(found):
-            sums = [self._send_block(connection, found, *block) for block in request.blocks()]
-        send(connection, [seal_sums(key, request.nonce, sums)])
+            sums = [self._send_block(connection.sock, found, *b) for b in request.blocks()]
+        connection.send({"sums": b"".join(sums).hex()})
         return True
 
     def _find_offer(self, request: HealRequest, connection: socket.socket) -> Offer | str:
@@ -488,9 +418,6 @@ class StateServer:
                 return f"it offers step {offer.step}, not {request.step}"
             if request.verb != "layout" and offer.digest != request.digest:
                 return "its state is not the one whose layout was given"
-            if request.nonce in offer.nonces:
-                raise AuthenticationError("a request that was made before")
-            offer.nonces.add(request.nonce)
             offer.clients.setdefault(request.client, set()).add(connection)
             return offer
 

@@ -31,21 +31,20 @@ from full_cluster.replay import Contestant, Player, Replay, chain, hydra_submiti
 from slurm_sandbox import SandboxConfig, SlurmSandbox
 
 NUM_NODES = 16
-LOADS = (0.7, 0.9)
+LOADS = (0.7, 0.9, 1.1)
 WORK_NODE_S = 1800.0
 PASS_S = 10.0
 OURS, NOBODY = "hpc_elastic, 1 to 16 nodes", "nobody"
-SOONER, USED, LOST = 3.0, 90.0, 1.0
+AS_SOON, LONGER, OWN, USED, LOST = 0.9, 2.0, 1.15, 90.0, 1.0
 ABOUT = about("A full cluster")
+TERMS = {"nodes": "1:16", "time": "60", "harvest": "auto", "time_min": "1"}
 CONTESTANTS = {
     "nobody": Contestant(NOBODY, None),
-    "ours": Contestant(
-        OURS, ours({"nodes": "1:16", "time": "60", "harvest": "auto", "time_min": "1"})
-    ),
-    "gives-way": Contestant(
-        f"{OURS}, gives way",
-        ours({"nodes": "1:16", "time": "60", "harvest": "auto", "time_min": "1", "give_way": "on"}),
-    ),
+    "ours": Contestant(OURS, ours(TERMS)),
+    **{
+        f"gives-{what}": Contestant(f"{OURS}, give_way={what}", ours({**TERMS, "give_way": what}))
+        for what in ("on", "all")
+    },
     "rigid-4": Contestant("one job of 4 nodes", rigid(4, 9)),
     "rigid-8": Contestant("one job of 8 nodes", rigid(8, 5)),
     "submitit": Contestant("hydra-submitit-launcher, 4 nodes", hydra_submitit(4, 4)),
@@ -85,38 +84,55 @@ def rows(
     submitted = [job.submitted_s for job in jobs]
     found: list[tuple[Cell, ...]] = []
     for seen in replays:
-        wait = Figure(account.mean_wait_s(seen, length_s, submitted))
+        waits = [
+            Figure(of(seen, length_s, submitted))
+            for of in (account.mean_wait_s, account.late_wait_s)
+        ]
         if seen.contestant == NOBODY:
             soonest = account.soonest_s(seen, NUM_NODES, WORK_NODE_S)
-            found.append((NOBODY, "", "", "", "", wait))
+            found.append((NOBODY, "", "", "", "", *waits))
             found.append(
-                ("each idle node", "" if soonest is None else Figure(soonest), "", "", "", wait)
+                ("each idle node", "" if soonest is None else Figure(soonest), "", "", "", *waits)
             )
             continue
         took = account.took_s(seen)
         done = f"above {length_s - seen.submitted_s:.0f}" if took is None else Figure(took)
         used, share = account.used_node_s(seen), account.trained_share(seen)
         lost = Figure(100 * account.lost_at_slot_ends(seen))
-        found.append((seen.contestant, done, Figure(used), Figure(100 * share), lost, wait))
+        found.append((seen.contestant, done, Figure(used), Figure(100 * share), lost, *waits))
     return found
 
 
-def targets(load: float, replays: Sequence[Replay]) -> list[Target]:
-    mine = next((seen for seen in replays if seen.contestant == OURS), None)
-    if mine is None:
-        return []
+def targets(
+    load: float, replays: Sequence[Replay], jobs: Sequence[OtherJob], length_s: float
+) -> list[Target]:
     where, found = f"load {load:.0%}", list[Target]()
-    others = [account.took_s(s) for s in replays if s.contestant not in (OURS, NOBODY)]
-    took, known = account.took_s(mine), [other for other in others if other is not None]
-    if took is not None and known:
-        what = f"{where}: times sooner than the best of the others"
-        found.append(Target(what, SOONER, min(known) / took, "", True))
-    used = account.used_share(mine)
-    if used is not None:
-        what = f"{where}: share of idle spans of 5 minutes and more that is used"
-        found.append(Target(what, USED, 100 * used, "%", True))
-    what = f"{where}: node time that is lost at slot ends"
-    found.append(Target(what, LOST, 100 * account.lost_at_slot_ends(mine), "%"))
+    by_name = {seen.contestant: seen for seen in replays}
+    mine, nobody = by_name.get(OURS), by_name.get(NOBODY)
+    if mine is not None:
+        used, lost = account.used_share(mine), account.lost_at_slot_ends(mine)
+        if used is not None:
+            what = f"{where}: share of idle spans of 5 minutes and more that is used"
+            found.append(Target(what, USED, 100 * used, "%", True))
+        found.append(Target(f"{where}: node time that is lost at slot ends", LOST, 100 * lost, "%"))
+    submitted = [job.submitted_s for job in jobs]
+    for seen in replays:
+        if not seen.contestant.startswith(OURS):
+            continue
+        terms, took = seen.contestant.removeprefix(OURS) or ", give_way=off", account.took_s(seen)
+        soonest = nobody and account.soonest_s(nobody, NUM_NODES, WORK_NODE_S)
+        if took is not None and soonest:
+            what = f"{where}{terms}: as soon as with each idle node, for nothing"
+            found.append(Target(what, AS_SOON, soonest / took, "", True))
+        if seen is mine or nobody is None:
+            continue
+        for kind, of in (("mean wait", account.mean_wait_s), ("95 %", account.late_wait_s)):
+            least, wait = (of(each, length_s, submitted) for each in (nobody, seen))
+            what = f"{where}{terms}: others wait longer, {kind}"
+            found.append(Target(what, LONGER, 100 * (wait / least - 1), "%"))
+        usual = None if mine is None else account.took_s(mine)
+        if took is not None and usual is not None:
+            found.append(Target(f"{where}{terms}: own time, of give_way=off", OWN, took / usual))
     return found
 
 
@@ -137,7 +153,7 @@ def main() -> None:
     columns = (
         Column(""), Column("done, s", ".0f"), Column("node-seconds used", ".0f"),
         Column("of these trained, %", ".1f"), Column("lost at slot ends, %", ".2f"),
-        Column("others wait, s", ".0f"),
+        Column("others wait, s", ".0f"), Column("95 %, s", ".0f"),
     )  # fmt: skip
     plays = [(load, contestant) for load in given.loads for contestant in chosen]
     jobs = {
@@ -154,7 +170,7 @@ def main() -> None:
         replays = every[number * len(chosen) : (number + 1) * len(chosen)]
         title = f"{len(jobs[load])} other jobs that ask for {load:.0%} of the nodes' time"
         tables.append(Table(title, columns, tuple(rows(replays, jobs[load], 60 * given.minutes))))
-        met += targets(load, replays)
+        met += targets(load, replays, jobs[load], 60 * given.minutes)
     peers = (
         Peer("hydra-submitit-launcher", package_version("hydra-submitit-launcher")),
         Peer("torchrun (torch)", package_version("torch")),

@@ -349,7 +349,7 @@ def neighbour_queries(page: str) -> str:
     """Return the sentences about what a run that gives way asks of Slurm."""
     return (
         f"While others wait, the leader lists the jobs of the cluster every {neighbours.CHECK_S:g} "
-        "seconds (`squeue`), and the nodes and the reservations every "
+        "seconds (`scontrol show job`), and the nodes and the reservations every "
         f"{neighbours.NODES_S:g} seconds (`sinfo`, `scontrol`). These are at most four calls a "
         "minute more than without `give_way`. While none waits, it lists the jobs every "
         f"{neighbours.CHECK_SELDOM_S:g} seconds, in place of two other calls of `squeue` a minute."

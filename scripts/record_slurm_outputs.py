@@ -72,6 +72,25 @@ JOBS = {
     "later": ["--begin=now+1hour"],
     "taken": ["-w", "node2"],
 }
+KINDS = {
+    "nodes": ["-N2", "-x", "node3,node4", "--nice=7", "-t", "10"],
+    "some": ["-N2-3"],
+    "tasks": ["-n20"],
+    "spread": ["-n9", "--ntasks-per-node=3"],
+    "cpus": ["-N2", "-n6", "-c2", "--mem-per-cpu=1000"],
+    "memory": ["-N2", "--mem=3G"],
+    "gpus": ["--gpus=3"],
+    "gpus-of-nodes": ["-N2", "--gres=gpu:2", "--mem-per-gpu=2G"],
+    "gpus-of-tasks": ["-n2", "--gpus-per-task=1", "--mem-per-gpu=2G"],
+    "required": ["-N2", "-w", "node1"],
+    "exclusive": ["-N1", "--exclusive"],
+    "beside-own": ["-N1", "--exclusive=user"],
+    "shared": ["-N1", "--oversubscribe"],
+    "array": ["--array=1-5%2"],
+    "parts": ["-N1", "--mem=1G", ":", "-N2", "-n2", ":", "--gpus=1"],
+    "a Nice=9 UserId=eve(7) NumNodes=5": ["-N1", "--comment=NumNodes=6 JobState=COMPLETED"],
+}
+"""Jobs that wait, by their names: what each needs of its nodes."""
 
 
 class Recorder:
@@ -161,6 +180,14 @@ def _queue(recorder: Recorder) -> None:
         argv = ["sbatch", "--test-only", *flags, "--array=0", "--wrap=true"]
         recorder.record(f"queue-test-{number}-{limit}", argv)
     recorder.slurm.run(["scancel", running, planned, array, held])
+    _wait_until_empty(recorder)
+    running = recorder.submit(["-N4", "-J", "runs"])
+    recorder.wait(running, "RUNNING")
+    for name, options in KINDS.items():
+        argv = ["sbatch", "-o/dev/null", "-D/", "-J", name, *options, "--wrap=true NumNodes=7"]
+        recorder.slurm.run(argv)
+    recorder.record("queue-needs", ["scontrol", "-a", "-o", "show", "job"])
+    recorder.slurm.run(["scancel", "-u", "root"])
     _wait_until_empty(recorder)
 
 

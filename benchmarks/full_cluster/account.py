@@ -64,12 +64,22 @@ def soonest_s(nobody: Replay, num_nodes: int, work_node_s: float) -> float | Non
 
 
 def mean_wait_s(seen: Replay, length_s: float, submitted: Sequence[float]) -> float:
-    """Return the mean wait of the other jobs; one that has not started has waited until the end."""
-    waits = [
+    """Return the mean wait of the other jobs."""
+    return statistics.fmean(_waits_s(seen, length_s, submitted))
+
+
+def late_wait_s(seen: Replay, length_s: float, submitted: Sequence[float]) -> float:
+    """Return the wait of the other jobs that 95 % of them do not exceed."""
+    waits = sorted(_waits_s(seen, length_s, submitted))
+    return waits[math.ceil(0.95 * len(waits)) - 1]
+
+
+def _waits_s(seen: Replay, length_s: float, submitted: Sequence[float]) -> list[float]:
+    """Return the waits; a job that has not started has waited until the end."""
+    return [
         length_s - at if wait is None else wait
         for at, wait in zip(submitted, seen.waits, strict=True)
     ]
-    return statistics.fmean(waits) if waits else 0.0
 
 
 def idle_spans(seen: Replay) -> Iterator[tuple[str, float, float]]:

@@ -125,6 +125,7 @@ def make_forecast(scripts: Sequence[Path]) -> RunForecast:
             replace(shape, learned=site.learned_starts(
                 found, jobs, replace(pools[0], limit_s=shape.limit_s), sizes, known, now,
                 partitions=names, coallocated=coallocated,
+                pass_s=parsing.backfill_interval_s(config),
             ))
             for shape in found_shapes
         ]  # fmt: skip

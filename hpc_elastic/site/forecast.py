@@ -44,7 +44,13 @@ from hpc_elastic.slurm import run_tasks
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import WAITS_FOR_NODES, Phase, TaskState, remedy
 from hpc_elastic.slurm.nodelist import expand
-from hpc_elastic.slurm.parsing import RESERVED, Partition, QueuedJob, selected
+from hpc_elastic.slurm.parsing import (
+    RESERVED,
+    Partition,
+    QueuedJob,
+    backfill_interval_s,
+    selected,
+)
 
 SAME_S = 60.0
 """Starts less far apart are one: backfill makes a pass each half minute."""
@@ -378,11 +384,13 @@ def learned_starts(
     partitions: Collection[str] = (),
     own: Collection[str] = (),
     coallocated: bool = False,
+    pass_s: float = queue_model.PASS_S,
 ) -> dict[int, StartTimes]:
     """Return when a run has each of its sizes, as far as that is known; none without a record.
 
     ``own`` are the ids of its jobs. If none of them waits, its tasks come behind all jobs that wait
-    in its ``partitions``. ``coallocated``: the minimum of the run is one job.
+    in its ``partitions``. ``coallocated``: the minimum of the run is one job. ``pass_s``: between
+    two passes of backfill.
     """
     nodes = {name for name, node in found.nodes.items() if node.gaps is not None}
     number = 1 if coallocated else min(len(nodes), sizes[-1])
@@ -423,7 +431,7 @@ def learned_starts(
     if not places:
         places += range(len(demands), len(demands) + number)
         demands += [task] * number
-    draws = queue_model.sample_starts(len(nodes), demands, places, now)
+    draws = queue_model.sample_starts(len(nodes), demands, places, now, pass_s)
     size_of = {sizes[0]: 0} if coallocated else {n: n - 1 for n in sizes if n <= len(places)}
     times = {n: StartTimes.of(draw[i] for draw in draws) for n, i in size_of.items()}
     return {n: start for n, start in times.items() if start.p90 - now < FAR_S}
@@ -520,7 +528,7 @@ def next_start(
 
     Slurm's plan for a task with a fitted time limit is for the limit that it has at present, and
     its run will set the limit that fits (`site.limits`): ``at`` is the begin of the next gap if
-    that is sooner. At most six of Slurm's commands are called, and one more for each further pool.
+    that is sooner. At most seven of Slurm's commands are called, one more for each further pool.
     Raises SlurmCommandError if Slurm does not answer, and OSError or ValueError if the run's files
     cannot be read.
     """
@@ -547,7 +555,10 @@ def next_start(
         return expected
     runs = RunTimes(*client.job_runs(), now)
     found = outlook(states, jobs, now)
-    learned = learned_starts(found, jobs, terms, (1,), runs, now, partitions=names, own=own)
+    learned = learned_starts(
+        found, jobs, terms, (1,), runs, now, partitions=names, own=own,
+        pass_s=backfill_interval_s(client.config()),
+    )  # fmt: skip
     note = runs.describe_record(is_learned=bool(learned))
     expected = replace(expected, learned=learned.get(1), learned_from=note)
     if launcher.time_min:

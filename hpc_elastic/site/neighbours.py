@@ -11,20 +11,21 @@ could leave a node within a second. Two rules make it a good neighbour:
   a partition with a higher PriorityTier first, whatever their nice value. So a job of a lower tier
   gets no node while a task of the run waits: that would have the node.
 
-What can start is judged by what squeue, sinfo and scontrol print: partition, features, CPUs,
-memory, GPUs, required and excluded nodes, reservations that begin before the job has to end, and
-what backfill has planned for jobs of a higher priority. Other rules of the cluster are unknown. A
-job that does not start with what it was given within two passes of the scheduler was misjudged. It
-gets nodes again after a pause that doubles each time, and meanwhile other jobs of its user get them
-one after the other: the same rule may hold them all. What was given, and for nothing, stands in a
-file of the run, which its next leader reads. Without it two runs that give all (``give_way=all``)
-pass the nodes to each other each 20 seconds, for a job that neither can help: each return ends a
-leader, and the next one tries anew.
+What can start is judged by what scontrol and sinfo print: partition, features, required and
+excluded nodes, CPUs, memory and GPUs of each node, of each task and of the job, reservations that
+begin before the job has to end, and what backfill has planned for jobs of a higher priority. A
+heterogeneous job gets what all its parts lack, or nothing. Other rules of the cluster are unknown.
+A job that does not start with what it was given within two passes of the scheduler was misjudged.
+It gets nodes again after a pause that doubles each time, and meanwhile other jobs of its user get
+them one after the other: the same rule may hold them all. What was given, and for nothing, stands
+in a file of the run, which its next leader reads. Without it two runs that give all
+(``give_way=all``) pass the nodes to each other each 20 seconds, for a job that neither can help:
+each return ends a leader, and the next one tries anew.
 
 A job that needs nodes of several runs at once gets none: they would have to be free at the same
 time. A run never gives way to tasks with `NICE`: runs that give way do not take each other's nodes
 in turn. Jobs that are held, that depend on others, that wait for a limit, a licence or a
-reservation could not start with a node. Parts of a heterogeneous job are not judged.
+reservation could not start with a node.
 """
 
 from __future__ import annotations
@@ -124,6 +125,7 @@ class GiveWay:
         waiting = sorted(self.waiting(jobs, own), key=lambda job: -_tier(job, tiers))
         held = [(job, node) for job in jobs if not job.waits for node in job.nodes]
         holders = {node: job for job, node in held if job.state != "COMPLETING"}
+        run_now = Counter(job.job for job in jobs if job.nodes and not job.waits)
         ended = {node for job, node in held if job.state == "COMPLETING"}
         numbers = Counter[str]()
         for job in waiting:  # an array may have several lines
@@ -137,45 +139,49 @@ class GiveWay:
         needed_at: dict[str, float] = {}
 
         def reserve(job: QueuedJob) -> None:
-            if job.starts_at is not None:
-                for node in job.nodes:
-                    needed_at[node] = min(needed_at.get(node, math.inf), job.starts_at)
+            for part in (job, *job.others):
+                if part.starts_at is not None:
+                    for node in part.nodes:
+                        needed_at[node] = min(needed_at.get(node, math.inf), part.starts_at)
 
         for job in jobs:
             if job.state == parsing.RESERVED:
                 reserve(job)
         new: dict[str, _Given] = {}
         could: dict[tuple[str, int], float] = {}
-        found: list[NodeReturn] = []
+        returns: list[NodeReturn] = []
         for job in waiting[:_MOST]:
             given, coming = self._given.get(job.job), promised.get(job.job, [])
             may_get = given is not None or self._may_get(job, new, now)
             may_get = may_get and _tier(job, tiers) >= ahead
-            for _ in range(job.num_tasks if left else 0):
-                usable = self._usable(job, nodes, [*free, *coming], needed_at, now)
-                usable = usable[: job.num_nodes] if may_get else []
-                lacks = job.num_nodes - len(usable)
-                if not lacks:
+            at_once = job.num_tasks
+            if job.throttle is not None:
+                at_once = min(at_once, job.throttle - run_now[job.job])
+            for _ in range(at_once if left else 0):
+                idle = [*free, *coming]
+                more = [name for name in reversed(left) if name not in coming]
+                found = self._nodes_for(job, nodes, idle, more, needed_at, now) if may_get else None
+                if found is None:
+                    reserve(job)  # jobs behind it may not delay it
+                    break
+                more = [name for name in more if name in found]
+                if not more:
                     same = job.job, numbers[job.job]
                     could[same] = self._could_since.get(same, now)
                     if now - could[same] >= self.patience_s:
                         break  # it waits for something else: the idle nodes are not for it
-                more = self._usable(job, nodes, reversed(left), needed_at, now, self.share)[:lacks]
-                if len(more) < lacks or not may_get:
-                    reserve(job)  # jobs behind it may not delay it
-                    break
-                free = [name for name in free if name not in usable]
-                coming[:] = [name for name in coming if name not in usable]
+                free = [name for name in free if name not in found]
+                coming[:] = [name for name in coming if name not in found]
                 if more:
                     whole = given or new.setdefault(
                         job.job, _Given(job.user, (), numbers[job.job], now)
                     )
                     whole.hosts += tuple(more)
                     tasks = tuple(left.pop(host) for host in more)
-                    found.append(NodeReturn(job.job, job.user, job.num_nodes, tasks))
+                    returns.append(NodeReturn(job.job, job.user, len(found), tasks))
         self._given |= new
         self._could_since = could
-        return found
+        return returns
 
     def memory(self) -> dict[str, Any]:
         """Return what the next leader of the run is to know, for JSON."""
@@ -199,8 +205,10 @@ class GiveWay:
             job
             for job in jobs
             if job.state == "PENDING" and job.job not in own and job.nice < NICE
-            and job.priority > 0 and job.reason in WAITS_FOR_NODES
-            and not (job.needs.is_reserved or job.needs.is_part)
+            and all(
+                part.priority > 0 and part.reason in WAITS_FOR_NODES and not part.needs.is_reserved
+                for part in (job, *job.others)
+            )
         )  # fmt: skip
         return sorted(found, key=lambda job: -job.priority)
 
@@ -254,30 +262,37 @@ class GiveWay:
         is_paused = any(now < self._doubts.get(key, (0, 0.0))[1] for key in (job.job, of_user))
         return not is_paused and not (is_tried and of_user in self._doubts)
 
-    def _usable(
+    def _nodes_for(
         self,
         job: QueuedJob,
         nodes: Mapping[str, NodeKind],
-        names: Iterable[str],
+        idle: Sequence[str],
+        own: Sequence[str],
         needed_at: Mapping[str, float],
         now: float,
-        share: NodeKind | None = None,
-    ) -> list[str]:
-        """Return those of some nodes that a job may have now, for as long as its time limit."""
-        ends = now + (math.inf if job.limit_s is None else job.limit_s)
-        needs, partitions = job.needs, set(job.partitions)
-        if needs.is_exclusive and share is not None:
-            return []
-        return [
-            name
-            for name in names
-            if name not in needs.excluded
-            and (not needs.required or name in needs.required)
-            and not partitions.isdisjoint(nodes[name].partitions)
-            and has_features(needs.features, nodes[name].features)
-            and suffices(nodes[name] if share is None else share, needs)
-            and needed_at.get(name, math.inf) >= ends
-        ]
+    ) -> list[str] | None:
+        """Return the nodes that a job can start with now, for as long as its time limit.
+
+        They are idle ones, and of its ``own`` the first that it lacks; None if all do not suffice.
+        """
+        found: list[str] = []
+        for part in (job, *job.others):
+            ends, needs = now + (math.inf if part.limit_s is None else part.limit_s), part.needs
+            mine = () if needs.is_exclusive and self.share is not None else own
+            offered = (
+                (name, share or nodes[name])
+                for names, share in ((idle, None), (mine, self.share))
+                for name in names
+                if name not in found
+                and name not in needs.excluded
+                and not nodes[name].partitions.keys().isdisjoint(part.partitions)
+                and has_features(needs.features, nodes[name].features)
+                and needed_at.get(name, math.inf) >= ends
+            )
+            if (chosen := start_nodes(part, offered)) is None:
+                return None
+            found += chosen
+        return found
 
 
 def _waits_behind(job: QueuedJob) -> bool:
@@ -294,14 +309,58 @@ def _of_user(user: str) -> str:
     return f"user {user}"
 
 
-def suffices(kind: NodeKind, needs: NodeNeeds) -> bool:
-    """Return whether a node has what a job needs of it."""
-    total = sum(kind.gpus.values())
-    return (
+def start_nodes(job: QueuedJob, offered: Iterable[tuple[str, NodeKind]]) -> list[str] | None:
+    """Return the first nodes that suffice for a job, by what they offer; None if all do not.
+
+    Of a job that may have some nodes at most each node has an equal share, though Slurm may choose
+    unequal ones.
+    """
+    needs, most = job.needs, job.needs.most_nodes
+    if needs.required:
+        offered = sorted(offered, key=lambda each: each[0] not in needs.required)
+    least_gpus = (
+        {kind: -(-number // most) for kind, number in needs.all_gpus.items()} if most else {}
+    )
+    least_tasks = -(-needs.ntasks // most) if most else 1
+    chosen: list[str] = []
+    missing, has_gpus, ntasks = set(needs.required), Counter[str](), 0
+    for name, kind in offered:
+        fitting = _room(kind, needs)
+        if fitting < least_tasks or not _covers(kind.gpus, least_gpus):
+            continue
+        chosen.append(name)
+        missing.discard(name)
+        has_gpus.update(kind.gpus)
+        ntasks += fitting
+        suffices = ntasks >= needs.ntasks and _covers(has_gpus, needs.all_gpus)
+        if suffices and len(chosen) >= job.num_nodes and not missing:
+            return chosen
+    return None
+
+
+def _room(kind: NodeKind, needs: NodeNeeds) -> int:
+    """Return how many tasks of a job fit on a node, 0 if the node lacks what each has to have."""
+    if not (
         needs.cpus <= kind.cpus
         and needs.memory_mb <= kind.memory_mb
-        and all(n <= (kind.gpus.get(name, 0) if name else total) for name, n in needs.gpus.items())
-    )
+        and _covers(kind.gpus, needs.gpus)
+    ):
+        return 0
+    task = needs.per_task
+    rooms = [kind.cpus // task.cpus, needs.ntasks_per_node or needs.ntasks]
+    if task.memory_mb:
+        rooms.append(kind.memory_mb // task.memory_mb)
+    rooms += [_number(kind.gpus, name) // number for name, number in task.gpus.items()]
+    return min(rooms)
+
+
+def _covers(gpus: Mapping[str, int], wanted: Mapping[str, int]) -> bool:
+    return all(number <= _number(gpus, name) for name, number in wanted.items())
+
+
+def _number(gpus: Mapping[str, int], kind: str) -> int:
+    """Return how many GPUs of a type there are; an empty one is any."""
+    return gpus.get(kind, 0) if kind else sum(gpus.values())
 
 
 def has_features(wanted: str, features: Collection[str]) -> bool:

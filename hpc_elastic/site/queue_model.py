@@ -40,7 +40,9 @@ MOST_WAITING = 500
 """Waiting jobs of a pass, as of backfill (bf_max_job_test)."""
 _MOST_PLANS = 8
 """Jobs of a pass that cannot start and are planned; what is behind these starts if it fits."""
-_PASS_S, _COARSE = 30.0, 0.05
+PASS_S = 30.0
+"""Seconds between two passes of backfill by default (bf_interval)."""
+_COARSE = 0.05
 _MANY = 100
 """Of more jobs, fewer draws are made."""
 _NORMAL = NormalDist()
@@ -155,12 +157,13 @@ def play_queue(
     now: float,
     until: int,
     *,
+    pass_s: float = PASS_S,
     coarse: float = 0.0,
 ) -> list[float]:
     """Return when each demand begins, infinite if that is unknown, until a waiting one has begun.
 
     Those that wait are in the order of priority. ``runs_s`` is how long each one holds its nodes.
-    ``coarse`` is the part of the time from ``now`` on that passes are apart, at least `_PASS_S`.
+    Passes are ``pass_s`` apart, or ``coarse`` of the time from ``now`` on where that is more.
     """
     first = now
     begins = [math.inf if each.began_at is None else each.began_at for each in demands]
@@ -215,7 +218,7 @@ def play_queue(
         events += [*(end for end, _ in held[:1]), *(-begin for begin, _ in later[-1:])]
         if not events:
             break
-        now = max(min(events), now + max(_PASS_S, coarse * (now - first)))
+        now = max(min(events), now + max(pass_s, coarse * (now - first)))
     return begins
 
 
@@ -277,7 +280,11 @@ class StartTimes:
 
 
 def sample_starts(
-    num_nodes: int, demands: Sequence[Demand], own: Sequence[int], now: float
+    num_nodes: int,
+    demands: Sequence[Demand],
+    own: Sequence[int],
+    now: float,
+    pass_s: float = PASS_S,
 ) -> list[list[float]]:
     """Return for each draw when the ``own`` demands begin, in order of time."""
     kinds = dict.fromkeys(id(demand.survival) for demand in demands)
@@ -293,7 +300,7 @@ def sample_starts(
                 z = like * common + math.sqrt(1.0 - like**2) * single[draw]
                 share = demand.survival.quantile(_NORMAL.cdf(z), used_s / demand.limit_s)
             runs_s.append(share * demand.limit_s)
-        begins = play_queue(num_nodes, demands, runs_s, now, own[-1], coarse=_COARSE)
+        begins = play_queue(num_nodes, demands, runs_s, now, own[-1], pass_s=pass_s, coarse=_COARSE)
         found.append(sorted(begins[i] for i in own))
     return found
 

@@ -216,7 +216,7 @@ class SlurmClient:
 
     def jobs_with_needs(self) -> list[parsing.QueuedJob]:
         """Return the jobs that the user may see, of all partitions, and what they need."""
-        argv = ["squeue", "-h", "-a", "-o", parsing.NEEDS_FORMAT]
+        argv = ["scontrol", "-a", "-o", "show", "job"]
         return _parsed(argv, self._run(argv), parsing.parse_needs)
 
     def nodes(self) -> dict[str, parsing.NodeKind]:

@@ -5,12 +5,12 @@ takes the lines that have the form of its rows, and ignores the others. Text wit
 error where an empty answer would mean that a job has ended.
 
 squeue is asked for fields by name (``-O``), sinfo by ``-o``, sacctmgr by ``format=``, and of
-scontrol only fields are read whose names have been the same from Slurm 20 to 26; ``--json`` changes
-its schema from release to release and is not used. Outputs that were recorded from three releases
-are the tests of this module. scontrol's values with blanks in them (a job's name, its comment) come
-cut off; none of those is used. Errors are distinguished by their words, since exit codes do not
-differ; what sbatch refuses has a table of its own (`hpc_elastic.launcher.batch_script`), from its
-words to our keys.
+scontrol only fields are read whose names have been the same from Slurm 20 to 26, or are known with
+both names; ``--json`` changes its schema from release to release and is not used. Outputs that were
+recorded from three releases are the tests of this module. scontrol's values with blanks in them (a
+job's name, its comment) come cut off; none of those is used. Errors are distinguished by their
+words, since exit codes do not differ; what sbatch refuses has a table of its own
+(`hpc_elastic.launcher.batch_script`), from its words to our keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import NamedTuple
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.run import job_of
 from hpc_elastic.slurm import nodelist
-from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.slurm.job_state import Phase, TaskState
 
 FIELDS = (
     *("ArrayJobID", "ArrayTaskID", "JobID", "State", "RestartCnt", "NodeList", "TimeLeft"),
@@ -52,8 +52,6 @@ RESERVED = "RESERVED"
 """The state of a reservation in the queue."""
 QUEUE_FORMAT = ",".join(f"{name}:0|" for name in QUEUE_FIELDS)
 """For squeue -O: the jobs of all users, as far as the user may see them."""
-NEEDS_FORMAT = "%i|%T|%N|%Y|%S|%e|%l|%D|%K|%F|%Q|%P|%u|%y|%C|%m|%b|%n|%x|%v|%h|%r|%f"
-"""For squeue -o: the same jobs, with what they need of a node; features may have a ``|``."""
 RUNS_FORMAT = "%i|%T|%u|%P|%M|%l|%e"
 """For squeue -o: how long jobs have run."""
 RUNS_FIELDS = "JobID,State,User,Partition,Elapsed,Timelimit,End"
@@ -175,11 +173,22 @@ class NodeKind:
 
 @dataclass(frozen=True)
 class NodeNeeds:
-    """What a job needs of each of its nodes; ``features`` is sbatch's ``--constraint``."""
+    """What a job needs of its nodes.
+
+    Each node has ``gpus``, by type, ``cpus`` and ``memory_mb``. All together have ``all_gpus``, and
+    room for ``ntasks`` tasks, at most ``ntasks_per_node`` on one, each of which needs ``per_task``.
+    ``features`` is sbatch's ``--constraint``. Nodes that are ``required`` are among those of the
+    job.
+    """
 
     gpus: Mapping[str, int] = field(default_factory=dict)
     cpus: int = 0
     memory_mb: int = 0
+    all_gpus: Mapping[str, int] = field(default_factory=dict)
+    ntasks: int = 1
+    ntasks_per_node: int | None = None
+    per_task: NodeKind = NodeKind(cpus=1)
+    most_nodes: int | None = None
     features: str = ""
     required: frozenset[str] = frozenset()
     excluded: frozenset[str] = frozenset()
@@ -187,8 +196,6 @@ class NodeNeeds:
     """Whether it waits for nodes of a reservation."""
     is_exclusive: bool = False
     """Whether other jobs, or those of other users, keep it from a node."""
-    is_part: bool = False
-    """Whether it is a part of a heterogeneous job, which starts with all its parts."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +204,10 @@ class QueuedJob:
 
     Times are in Unix seconds. While it waits, ``nodes`` and ``starts_at`` are backfill's plan, or
     its earliest start. A line has ``num_tasks`` waiting elements of an array, each of
-    ``num_nodes``. A reservation's ``reason`` are its flags, and it has no ``job``. ``user``,
-    ``nice`` and ``needs`` are listed with `NEEDS_FORMAT` only.
+    ``num_nodes`` at least, and at most ``throttle`` of the array run at the same time. A
+    reservation's ``reason`` are its flags, and it has no ``job``. What follows it is known of
+    `parse_needs` only; ``others`` are the other parts of a heterogeneous job that waits, which
+    starts with all.
     """
 
     state: str
@@ -215,6 +224,8 @@ class QueuedJob:
     user: str = ""
     nice: int = 0
     needs: NodeNeeds = NodeNeeds()
+    throttle: int | None = None
+    others: tuple[QueuedJob, ...] = ()
 
     @property
     def waits(self) -> bool:
@@ -304,9 +315,13 @@ def _elements(array: str, indices: str) -> list[str]:
 
 
 def _rows_with(key: str, output: str) -> list[dict[str, str]]:
-    """Return the fields of each line of ``scontrol -o show ...`` that has this one."""
+    """Return the fields of each line of ``scontrol -o show ...`` that has this one.
+
+    A name counts where it stands first: what users write comes last.
+    """
     found = re.compile(r"(?<!\S)([A-Za-z][\w/:-]*)=(\S*)").findall
-    return [row for row in map(dict, map(found, output.splitlines())) if key in row]
+    rows = (dict(reversed(found(line))) for line in output.splitlines())
+    return [row for row in rows if key in row]
 
 
 def parse_partitions(output: str) -> list[Partition]:
@@ -350,10 +365,17 @@ def parse_preemption(config: str, partitions: str, wanted: str | None) -> Preemp
     )
 
 
+def _job_rows(output: str) -> list[dict[str, str]]:
+    """Return the fields of each job; a job's name, its command and comment set none."""
+    name = re.compile(r" JobName=.*?(?= UserId=\S+ GroupId=)")
+    lines = (name.sub("", line, count=1) for line in output.splitlines())
+    return _rows_with("JobId", "\n".join(lines))
+
+
 def parse_records(output: str) -> list[JobRecord]:
     """Return the jobs in ``scontrol -o show job``'s output; ValueError if a list is malformed."""
     records: list[JobRecord] = []
-    for row in _rows_with("JobId", output):
+    for row in _job_rows(output):
         array, indices = row.get("ArrayJobId"), row.get("ArrayTaskId", "")
         if array is None:
             names = [row["JobId"]]
@@ -373,6 +395,63 @@ def parse_records(output: str) -> list[JobRecord]:
         submitted = row.get("SubmitTime", "")
         records.append(JobRecord(tuple(names), state, avoided, partition, submitted, states))
     return records
+
+
+def parse_needs(output: str) -> list[QueuedJob]:
+    """Return the jobs in ``scontrol -o show job``'s output that have not ended, and their needs."""
+    jobs: list[QueuedJob] = []
+    parts: dict[str, list[QueuedJob]] = {}
+    for row in _job_rows(output):
+        state = row.get("JobState", "")
+        if TaskState("", state).phase is Phase.ENDED:
+            continue
+        num_nodes, _, most_nodes = row.get("NumNodes", "").partition("-")
+        asked = re.search(r"\bnode=(\d+)", row.get("ReqTRES", row.get("TRES", "")))
+        job = _queued(
+            state, row.get("NodeList", ""), row.get("SchedNodeList", ""),
+            row.get("StartTime", ""), row.get("EndTime", ""), row.get("TimeLimit", ""),
+            asked[1] if asked else num_nodes, row.get("ArrayTaskId", ""),
+            row.get("ArrayJobId", row["JobId"]), row.get("Priority", ""), row.get("Partition", ""),
+            reason=row.get("Reason", "").replace("_", " "),
+        )  # fmt: skip
+        job = replace(
+            job,
+            user=row.get("UserId", "").partition("(")[0],
+            nice=int(row.get("Nice", 0)),
+            needs=_needs(row, parse_number(most_nodes)),
+            throttle=parse_number(row.get("ArrayTaskThrottle", "")),
+        )
+        if job.waits and (whole := row.get("HetJobId")):
+            parts.setdefault(whole, []).append(job)
+        else:
+            jobs.append(job)
+    return jobs + [replace(first, others=tuple(others)) for first, *others in parts.values()]
+
+
+def _needs(row: Mapping[str, str], most_nodes: int | None) -> NodeNeeds:
+    """Return what a job needs, by its fields."""
+    free = ("NO",) if "Exclusive" in row else ("OK", "YES")  # since 26.05 it has a field of its own
+    in_all, on_node, of_task, gpu_mb = (
+        gpus(re.sub("gres[:/]", "", row.get(name, "")).replace("=", ":"))
+        for name in ("TresPerJob", "TresPerNode", "TresPerTask", "MemPerTres")
+    )
+    cpus, per_gpu_mb = parse_number(row.get("CPUs/Task", "")) or 1, max(gpu_mb.values(), default=0)
+    memory_mb = megabytes(row.get("MinMemoryCPU", "")) * cpus + per_gpu_mb * sum(of_task.values())
+    return NodeNeeds(
+        on_node,
+        parse_number(row.get("MinCPUsNode", "")) or 0,
+        megabytes(row.get("MinMemoryNode", "")) + per_gpu_mb * sum(on_node.values()),
+        in_all,
+        parse_number(row.get("NumTasks", "")) or 1,
+        parse_number(row.get("NtasksPerN:B:S:C", "")) or None,
+        NodeKind(of_task, cpus, memory_mb),
+        most_nodes,
+        "" if is_nothing(wanted := row.get("Features", "")) else wanted,
+        frozenset(_hosts(row.get("ReqNodeList", ""))),
+        frozenset(_hosts(row.get("ExcNodeList", ""))),
+        is_reserved=not is_nothing(row.get("Reservation", "")),
+        is_exclusive=row.get("Exclusive", row.get("OverSubscribe")) not in free,
+    )
 
 
 def parse_reservations(output: str) -> list[QueuedJob]:
@@ -534,29 +613,6 @@ def parse_queue(output: str) -> list[QueuedJob]:
     for line in _rows(r"\s*[A-Z_]+\s*\|", output):
         *rest, reason = _fields(line, QUEUE_FORMAT, len(QUEUE_FIELDS))
         jobs.append(_queued(*rest, reason=reason.removesuffix("|")))
-    return jobs
-
-
-def parse_needs(output: str) -> list[QueuedJob]:
-    """Return the jobs in ``squeue -h -o NEEDS_FORMAT``'s output; ValueError for another format."""
-    jobs: list[QueuedJob] = []
-    for line in filter(str.strip, output.splitlines()):
-        fields = _fields(line, NEEDS_FORMAT, NEEDS_FORMAT.count("|") + 1)
-        name, *usual, user, nice, cpus, memory, gres = fields[:17]
-        required, excluded, reservation, shares, reason, features = fields[17:]
-        job = _queued(*usual, reason=reason)
-        needs = NodeNeeds(
-            {} if is_nothing(gres) else gpus(re.sub(r"gres[:/]", "", gres)),
-            -(-(parse_number(cpus) or 0) // job.num_nodes),
-            megabytes(memory),
-            "" if is_nothing(features) else features,
-            frozenset(_hosts(required)),
-            frozenset(_hosts(excluded)),
-            is_reserved=not is_nothing(reservation),
-            is_exclusive=shares not in ("OK", "YES"),
-            is_part="+" in name,
-        )
-        jobs.append(replace(job, user=user, nice=int(nice), needs=needs))
     return jobs
 
 

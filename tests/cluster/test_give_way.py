@@ -63,6 +63,8 @@ KEPT = {
     "needs more nodes than may go back": (["-N4"], WAITS_FOR_NODES),
     "gives way itself": (["--nice=100000000"], WAITS_FOR_NODES),
     "its other part could not start": ([":", "-N3"], WAITS_FOR_NODES),
+    "more GPUs than nodes that may go back have": (["--gpus=5"], WAITS_FOR_NODES),
+    "one of its two nodes stays": (["-N2", "-w", "{stays}"], WAITS_FOR_NODES),
     "a feature of a node that stays": (["-C", "stays"], WAITS_FOR_NODES),
     "a partition of other nodes": (["-p", "apart"], WAITS_FOR_NODES),
     "of a reservation": (["--reservation=theirs"], ["Reservation", *WAITS_FOR_NODES]),
@@ -74,6 +76,12 @@ GIVEN = (
     {"as many nodes as the CPUs need": ["-n", "12"]},
     {"a named node": ["-w", "{goes}", "--exclusive"], "memory": ["-N1", "--mem=60G"]},
     {"an array": ["--array=0-1", "--exclusive"]},
+    {"GPUs in all": ["--gpus=3"]},
+    {"GPUs of each task": ["-n4", "--gpus-per-task=1"]},
+    {"two nodes or three": ["-N2-3", "--exclusive"]},
+    {"a named node and another one": ["-N2", "-w", "{goes}", "--exclusive"]},
+    {"two parts": ["--exclusive", ":", "--exclusive"]},
+    {"memory of each CPU": ["-n4", "--mem-per-cpu=15G", "--exclusive"]},
     {"another partition": ["-N1", "-p", "short", "--exclusive"], "exclusive": ["--exclusive"]},
 )
 """Jobs that get nodes, those of a row at the same time."""
@@ -115,7 +123,10 @@ def test_each_kind_of_job_that_could_start_gets_nodes_and_others_get_none(
     late = "starttime=now+30minutes", "duration=60", "users=root", "flags=ignore_jobs"
     site("reservation", "theirs", *late, f"nodes={','.join({*slurm.nodes} - {stays, 'node4'})}")
 
-    kept = {kind: other("-N1", "-t", "5", *flags) for kind, (flags, _) in KEPT.items()}
+    kept = {
+        kind: other("-t", "5", *(flag.format(stays=stays) for flag in flags))
+        for kind, (flags, _) in KEPT.items()
+    }
     dependent = other("-N1", "-t", "5", f"--dependency=afterok:{kept['held']}")
     time.sleep(3 * CHECK_S)  # three checks: that nothing happens can only be waited for
     assert run.sweep.events("nodes_given_back") == []

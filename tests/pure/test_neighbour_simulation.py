@@ -26,7 +26,7 @@ def test_no_job_waits_for_nodes_that_may_go_back_and_none_goes_back_without_end(
 def test_planted_bug_is_found(name):
     """Each breaks the invariant that it should."""
     terms, complaint = MUTANTS[name]
-    require_found(partial(NeighbourSimulator, terms=terms), complaint, 0, 400)
+    require_found(partial(NeighbourSimulator, terms=terms), complaint, 0, 1000)
 
 
 @pytest.mark.schedules

@@ -1,8 +1,10 @@
 """Which nodes a run gives back, and for which jobs of others."""
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,7 @@ from hpc_elastic.slurm.parsing import NodeKind, NodeNeeds, QueuedJob
 OWN = "7"
 PATIENCE_S = 80.0
 NAMES = [f"n{number}" for number in range(1, 7)]
+RECORDED = Path(__file__).parent / "data" / "slurm"
 KIND = NodeKind({"a100": 4}, 16, 64_000, frozenset({"ib", "big"}), {"gpu": 5, "all": 1})
 NODES = dict.fromkeys(NAMES, KIND)
 
@@ -78,9 +81,19 @@ def test_a_job_that_idle_nodes_suffice_for_gets_none():
         waiting("8", cpus=17),
         waiting("8", memory_mb=64_001),
         waiting("8", required=frozenset({"n1"})),
+        waiting("8", ntasks=17, most_nodes=1),
+        waiting("8", 4, all_gpus={"": 17}, most_nodes=4),
+        waiting("8", 4, all_gpus={"a100": 17}),
+        waiting("8", ntasks=65),
+        waiting("8", per_task=NodeKind(cpus=17)),
+        waiting("8", per_task=NodeKind(cpus=1, memory_mb=64_001)),
+        waiting("8", per_task=NodeKind({"h100": 1}, 1)),
+        waiting("8", others=(waiting("9", reason="JobHeldUser"),)),
+        waiting("8", others=(waiting("9", is_reserved=True),)),
+        waiting("8", 2, others=(waiting("9", 3),)),
+        waiting("8", throttle=0),
         waiting("8", excluded=frozenset(NAMES)),
         waiting("8", is_reserved=True),
-        waiting("8", is_part=True),
     ],
     ids=lambda job: job.reason + str(job.needs)[:60],
 )
@@ -107,8 +120,51 @@ def test_a_job_that_could_start_gets_a_node(fields):
     assert given(waiting("8", **fields)) == {"8": ["n3"]}
 
 
+@pytest.mark.parametrize(
+    ("job", "number"),
+    [
+        (waiting("8", ntasks=17), 2),
+        (waiting("8", 2, ntasks=17, most_nodes=2), 2),
+        (waiting("8", ntasks=9, ntasks_per_node=3), 3),
+        (waiting("8", ntasks=4, per_task=NodeKind(cpus=5)), 2),
+        (waiting("8", ntasks=4, per_task=NodeKind(cpus=1, memory_mb=30_000)), 2),
+        (waiting("8", ntasks=4, per_task=NodeKind({"": 2}, 1)), 2),
+        (waiting("8", all_gpus={"a100": 5}), 2),
+        (waiting("8", all_gpus={"": 5}, most_nodes=2), 2),
+        (waiting("8", 2, most_nodes=3), 2),
+        (waiting("8", others=(waiting("9", 2),)), 3),
+        (waiting("8", num_tasks=4, throttle=3), 1),
+    ],
+)
+def test_a_job_gets_as_many_nodes_as_it_needs(job, number):
+    """For its tasks, its GPUs, and all parts of a heterogeneous one."""
+    found = GiveWay(PATIENCE_S).choose(
+        [running(OWN, *NAMES), job], {OWN}, NODES, [(n, n) for n in NAMES[2:]], 0.0
+    )
+    assert {len(each.tasks) for each in found} == {number}
+    assert {each.num_nodes for each in found} == {number}
+    assert len(found) == min(job.num_tasks, job.throttle or 1)
+
+
+def test_idle_nodes_that_do_not_suffice_for_a_job_of_one_node_are_left_out():
+    """It gets a larger one."""
+    nodes = {**NODES, "n6": replace(KIND, cpus=8)}
+    whole = waiting("8", ntasks=16, most_nodes=1)
+    assert given(whole, own=NAMES[:5], leave=["n4"], nodes=nodes) == {"8": ["n4"]}
+    some = waiting("8", ntasks=24)
+    assert given(some, own=NAMES[:5], leave=["n4", "n5"], nodes=nodes) == {"8": ["n4"]}
+
+
+def test_of_an_array_with_a_limit_some_run_at_the_same_time():
+    """Those that run count."""
+    array, one = waiting("8", num_tasks=5, throttle=2), running("8", "n6")
+    assert given(array, one, own=NAMES[:5], leave=NAMES[2:5]) == {"8": ["n3"]}
+    assert given(array, one, running("8", "n5"), own=NAMES[:4], leave=NAMES[2:4]) == {}
+
+
 def test_required_and_excluded_nodes():
-    """A node that the job may not have is not given for it."""
+    """A node that the job may not have is not given for it; of several, required ones are some."""
+    assert given(waiting("8", 2, required=frozenset({"n5"}))) == {"8": ["n3", "n5"]}
     assert given(waiting("8", required=frozenset({"n5"}))) == {"8": ["n5"]}
     assert given(waiting("8", excluded=frozenset({"n3", "n4"}))) == {"8": ["n5"]}
 
@@ -299,29 +355,52 @@ def test_auto_is_what_the_site_allows():
     assert chosen == "on" and "beyond the minimum" in said
 
 
-def test_what_squeue_prints_of_the_jobs_and_their_needs():
-    """An exclusive job of two nodes, an array, a part of a heterogeneous job, features with a |."""
-    rows = [
-        "3|PENDING||n[1-2]|1700000000|1700000600|10:00|2|N/A|3|77|gpu,all|ada|0|9|4G|gres:gpu:a100:2"
-        "|n[1-2]|n9|(null)|NO|Resources|(null)",
-        "5_[0-7%2]|PENDING||(null)|N/A|N/A|UNLIMITED|1|0-7%2|5|70|gpu|bob|300|1|100M|N/A||"
-        "|night|OK|Priority|ib|big",
-        "6+1|PENDING||(null)|N/A|N/A|1:00|1|N/A|7|70|gpu|bob|0|1|0|N/A|||(null)|OK|Resources|(null)",
-        "1|RUNNING|n[3-4]|(null)|1700000000|1700000600|1:00|2|N/A|1|80|gpu|eve|0|8|0|N/A|"
-        "||(null)|NO|None|(null)",
-    ]
-    one, array, part, runs = parsing.parse_needs("\n".join(rows) + "\n")
-    assert (one.nodes, one.user, one.num_nodes, one.limit_s) == (("n1", "n2"), "ada", 2, 600.0)
-    assert one.needs == NodeNeeds(
-        {"a100": 2}, 5, 4096, "", frozenset({"n1", "n2"}), frozenset({"n9"}), is_exclusive=True
-    )
-    assert (array.num_tasks, array.nice, array.needs.features) == (8, 300, "ib|big")
-    assert array.needs.is_reserved and array.needs.memory_mb == 100
-    assert part.needs.is_part and runs.nodes == ("n3", "n4") and not runs.waits
-    (beside_own,) = parsing.parse_needs(rows[1].replace("|OK|", "|USER|"))
-    assert beside_own.needs.is_exclusive and not array.needs.is_exclusive
-    with pytest.raises(ValueError, match="not a line of squeue"):
-        parsing.parse_needs("1|RUNNING|n[3-4]\n")
+def of_tasks(ntasks: int, **of_each) -> dict[str, object]:
+    return {"ntasks": ntasks, "per_task": NodeKind(**{"cpus": 1, **of_each})}
+
+
+KINDS = {
+    "nodes": (2, {"excluded": frozenset({"node3", "node4"})}),
+    "some": (2, {}),
+    "tasks": (1, of_tasks(20)),
+    "cpus": (2, {"cpus": 2, **of_tasks(6, cpus=2, memory_mb=2000)}),
+    "memory": (2, {"memory_mb": 3072}),
+    "gpus": (1, {"all_gpus": {"": 3}}),
+    "gpus-of-nodes": (2, {"gpus": {"": 2}, "memory_mb": 4096}),
+    "gpus-of-tasks": (1, of_tasks(2, memory_mb=2048, gpus={"": 1})),
+    "required": (2, {"required": frozenset({"node1"})}),
+    "exclusive": (1, {"is_exclusive": True}),
+    "beside-own": (1, {"is_exclusive": True}),
+    "shared": (1, {}),
+    "array": (1, {}),
+    "parts": (1, {"memory_mb": 1024}),
+    "a": (1, {}),
+}
+"""Jobs of `scripts/record_slurm_outputs.py`, by their names: least nodes, and what they need."""
+
+
+@pytest.mark.parametrize("release", ["22.05", "24.11", "26.05"])
+def test_what_scontrol_prints_of_the_jobs_and_their_needs(release):
+    """Of those that have not ended; what users write into names, comments and commands is none."""
+    printed = (RECORDED / release / "queue-needs.out").read_text()
+    names = dict(re.findall(r"^JobId=(\d+).* JobName=(\S+)", printed, re.MULTILINE))
+    jobs = {names[job.job]: job for job in parsing.parse_needs(printed)}
+    assert jobs.pop("runs").nodes == ("node1", "node2", "node3", "node4")
+    spread = jobs.pop("spread").needs
+    assert (spread.ntasks, spread.ntasks_per_node, spread.cpus) == (9, 3, 3)
+    assert jobs.keys() == KINDS.keys()
+    for name, job in jobs.items():
+        num_nodes, fields = KINDS[name]
+        usual = {"cpus": 1, "ntasks": num_nodes}
+        needs = replace(job.needs, most_nodes=None)
+        assert (job.num_nodes, needs) == (num_nodes, NodeNeeds(**{**usual, **fields})), name
+        assert (job.user, job.reason, job.state) == ("root", "Resources", "PENDING"), name
+    assert jobs["some"].needs.most_nodes == 3 and jobs["nodes"].needs.most_nodes == 2
+    assert jobs["gpus"].needs.most_nodes is None
+    assert (jobs["nodes"].nice, jobs["nodes"].limit_s) == (7, 600.0)
+    assert (jobs["array"].num_tasks, jobs["array"].throttle) == (5, 2)
+    two, one = jobs["parts"].others
+    assert (two.num_nodes, one.needs.all_gpus) == (2, {"": 1})
 
 
 def test_what_sinfo_prints_of_the_nodes():

@@ -109,6 +109,11 @@ class Job:
         return "COMPLETING" if self.ending is not None else self.state
 
     @property
+    def priority(self) -> int:
+        """Its priority: the earlier job has the higher one."""
+        return 2**32 - 1 - self.order - self.nice
+
+    @property
     def is_queued(self) -> bool:
         """Whether it is in the queue, or will be once its processes have ended."""
         if self.ending is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -288,7 +289,10 @@ def show_job(
     return {
         **identity,
         "JobName": request.name,
-        "UserId": steps.user_name(),
+        "UserId": f"{steps.user_name()}({os.getuid()})",
+        "GroupId": f"{steps.user_name()}({os.getgid()})",
+        "Priority": str(known.priority),
+        "Nice": str(known.nice),
         "JobState": known.shown_state,
         "Reason": known.reason,
         "Dependency": ",".join(f"{kind}:{i}" for kind, i in request.dependency) or "(null)",
@@ -310,6 +314,9 @@ def show_job(
         "NumNodes": str(len(known.nodes) or request.num_nodes),
         "NumCPUs": str(steps.cpus_of(known, cluster) * request.num_nodes),
         "NumTasks": str(request.num_tasks),
+        "MinCPUsNode": str(request.cpus),
+        "MinMemoryNode": "0",
+        "OverSubscribe": "NO" if request.exclusive else "OK",
         "WorkDir": request.cwd,
     }
 

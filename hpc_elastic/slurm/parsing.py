@@ -176,9 +176,9 @@ class NodeNeeds:
     """What a job needs of its nodes.
 
     Each node has ``gpus``, by type, ``cpus`` and ``memory_mb``. All together have ``all_gpus``, and
-    room for ``ntasks`` tasks, at most ``ntasks_per_node`` on one, each of which needs ``per_task``.
+    room for ``ntasks`` tasks, at most ``ntasks_per_node`` on one; each task needs ``per_task``.
     ``features`` is sbatch's ``--constraint``. Nodes that are ``required`` are among those of the
-    job.
+    job, which has at most ``most_nodes``.
     """
 
     gpus: Mapping[str, int] = field(default_factory=dict)

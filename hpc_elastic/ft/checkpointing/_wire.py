@@ -118,7 +118,7 @@ class HealConnection:
         return answer
 
     def request_body(self, request: HealRequest) -> bytes:
-        """Return the body of a peer's answer; errors are those of `request_answer` and `receive`."""
+        """Return the body of a peer's answer; errors are as of `request_answer`, `receive`."""
         answer = self.request_answer(request)
         body = receive(self.sock, answer["num_bytes"])
         if _layout.digest(body) != answer["digest"]:

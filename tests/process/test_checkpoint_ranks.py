@@ -3,7 +3,6 @@
 import logging
 import random
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -199,11 +198,20 @@ def one_is_slow(rank: int, folder: Path, trouble: str) -> str:
 
         save_module.Save._staged_names = fail_once
         c.save(1)
+    elif rank == 0:
+        read_text = save_module.read_text
+
+        def read_and_tell(path: Path, most: int) -> str:
+            text = read_text(path, most)
+            (folder / f"{path.name}-was-read").touch()
+            return text
+
+        save_module.read_text = read_and_tell
+        c.save(1)
     else:
         c.save(1)
     if rank == 1 and trouble == "taken back":
-        eventually(lambda: list(folder.glob("c/.staging-*/part-1.json")))
-        time.sleep(1.0)  # rank 0 has read it
+        eventually((folder / "part-1.json-was-read").exists)
         (taken,) = folder.glob("c/.staging-*/part-1.json")
         taken.unlink()
         (folder / "trouble").touch()

@@ -11,6 +11,7 @@ import pytest
 from group import PATIENCE_S, Group, eventually, kill
 
 from hpc_elastic.agent.worker_channel import WorkerChannel
+from hpc_elastic.rendezvous.leader import Leader
 from hpc_elastic.rendezvous.leader_state import MAX_UNMATCHED, LeaveRequests
 from hpc_elastic.rendezvous.log_entry import Agent, claim
 from hpc_elastic.rendezvous.messages import Departed, PreemptionNotice
@@ -203,13 +204,18 @@ def test_a_notice_for_the_leaders_own_node_is_taken_away_though_it_stops_at_once
     group, monkeypatch
 ):
     """Else its task, once it is back, would be asked to leave again."""
-    remove = RunFiles.remove_notice
+    remove, stop, stops = RunFiles.remove_notice, Leader.stop, threading.Event()
 
-    def slowly(files: RunFiles, term: int, name: str) -> None:
-        time.sleep(1.0)
+    def remove_late(files: RunFiles, term: int, name: str) -> None:
+        assert stops.wait(PATIENCE_S)
         remove(files, term, name)
 
-    monkeypatch.setattr(RunFiles, "remove_notice", slowly)
+    async def stop_and_tell(leader: Leader) -> None:
+        stops.set()
+        await stop(leader)
+
+    monkeypatch.setattr(RunFiles, "remove_notice", remove_late)
+    monkeypatch.setattr(Leader, "stop", stop_and_tell)
     g = group(max_nodes=2, scale_up="checkpoint")
     training(g, 2)
     g.run.notices.mkdir()

@@ -39,6 +39,7 @@ class Weather:
     def __init__(self) -> None:
         self._errors: Iterator[int] | None = None
         self._spared: tuple[str, ...] = ()
+        self._num_failed = 0
         self._answers = threading.Event()
         self._answers.set()
 
@@ -46,13 +47,19 @@ class Weather:
         """Let an operation begin, or hang, or fail."""
         assert self._answers.wait(2 * PATIENCE_S)
         if self._errors is not None and operation not in self._spared:
+            self._num_failed += 1
             error = next(self._errors)
             raise OSError(error, os.strerror(error))
+
+    def wait_for_failures(self, num: int) -> None:
+        """Wait until as many further operations have failed."""
+        before = self._num_failed
+        eventually(lambda: self._num_failed >= before + num)
 
     @contextlib.contextmanager
     def failing(self, *errors: int) -> Iterator[None]:
         """Fail every operation with these in turn; on a full file system, those that write."""
-        self._spared = ("numbers", "read", "lease") if errno.ENOSPC in errors else ()
+        self._spared = ("indices", "read", "lease") if errno.ENOSPC in errors else ()
         self._errors = itertools.cycle(errors)
         try:
             yield
@@ -147,12 +154,12 @@ def test_a_run_outlives_its_file_system_in_every_phase(group, errors):
     weather = faulty(g)
     with weather.failing(*errors):
         agents = [g.agent(slot) for slot in range(3)]
-        time.sleep(0.5)
+        weather.wait_for_failures(2 * len(agents))
         assert not any(map(is_connected, agents))
     eventually(lambda: all(map(is_connected, agents)))
     with weather.failing(*errors):
         waiting = [g.threads.submit(s.join, PATIENCE_S) for s in agents]
-        time.sleep(0.5)
+        weather.wait_for_failures(2)
         assert not any(w.done() for w in waiting)
     assert {w.result(PATIENCE_S).number for w in waiting} == {1}
     with weather.failing(*errors):
@@ -164,7 +171,7 @@ def test_a_run_outlives_its_file_system_in_every_phase(group, errors):
         for s in others:
             eventually(lambda s=s: s.stop_requested)
         waiting = [g.threads.submit(s.join, PATIENCE_S) for s in others]
-        time.sleep(0.5)
+        weather.wait_for_failures(2 * len(others))
         assert not any(w.done() for w in waiting)
     assert {(w.result(PATIENCE_S).number, w.result().world_size) for w in waiting} == {(2, 2)}
     assert [(r.term, r.round) for r in entries(g)] == [(1, 0), (1, 1), (2, 1), (2, 2)]

@@ -44,7 +44,7 @@ AGENT = textwrap.dedent(
     num_left = len(family() - kept)
     ended = worker_process.kill_strays(keep=[warm.pid])
     others = start("true")  # as of a site's wrapper: nobody waits for it
-    time.sleep(0.2)
+    os.waitid(os.P_PID, others.pid, os.WEXITED | os.WNOWAIT)
     orphan = start("sh", "-c", "sleep 0.01 & exit 0", start_new_session=True)
     orphan.wait()
     deadline = time.monotonic() + 30

@@ -8,6 +8,7 @@ import shutil
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from group import PATIENCE_S, SECRET, Group, eventually, kill, open_files
@@ -17,7 +18,7 @@ from hpc_elastic.rendezvous import leader as leaders
 from hpc_elastic.rendezvous import session as sessions
 from hpc_elastic.rendezvous.leader_state import LeaderState
 from hpc_elastic.rendezvous.log_entry import Endpoint, Failure, claim
-from hpc_elastic.rendezvous.messages import End, Failed, Finished
+from hpc_elastic.rendezvous.messages import End, Failed, Finished, Heartbeat
 from hpc_elastic.transport.connection import connect
 
 
@@ -346,7 +347,14 @@ def test_a_leader_that_fails_writes_its_last_events_down(group, caplog):
     (agent, _) = (g.agent(0), g.agent(1))
     g.join(agent)
     leader = g.leader._leader
-    time.sleep(1.0)  # for some heartbeats
+    handle, beats = leader._term.handle, list[Heartbeat]()
+
+    def count_heartbeats(event: Callable, *args: object) -> None:
+        beats.extend(each for each in args if isinstance(each, Heartbeat))
+        handle(event, *args)
+
+    leader._term.handle = count_heartbeats
+    eventually(lambda: len(beats) > 2)
 
     def fail(now: float) -> None:
         raise RuntimeError("a rule that is wrong")

@@ -17,7 +17,7 @@ from hpc_elastic.launcher.detach import submit_once
 
 DEADLINE_S = 60.0
 SCRIPT = f"""
-import os, signal, sys, time
+import os, select, signal, sys
 import hydra
 from hpc_elastic.launcher import detach, local, submit
 from pathlib import Path
@@ -28,10 +28,11 @@ def at(stage):
     kill, file = os.environ.get("KILL", ""), Path("killed")
     if kill.endswith(stage) and not file.exists():
         file.touch()
-        os.kill(os.getppid(), signal.SIGKILL)
+        parent = os.pidfd_open(os.getppid())
+        signal.pidfd_send_signal(parent, signal.SIGKILL)
         if kill.startswith("both-"):
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(1.0)
+        select.select([parent], [], [])  # it has ended
 
 def hook(module, name, stage):
     function = getattr(module, name)

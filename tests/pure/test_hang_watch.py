@@ -306,10 +306,14 @@ class Page:
 
     def __init__(self, published=BLANK) -> None:
         self.published = published
+        self.is_sampled = threading.Event()
 
     def read(self):
         """Return it."""
-        return self.published
+        published = self.published
+        if threading.current_thread().name == "stack":
+            self.is_sampled.set()
+        return published
 
 
 class Node:
@@ -387,7 +391,7 @@ def test_a_worker_that_ends_its_save_during_the_sample_is_not_silent(tmp_path, s
     node = Node(tmp_path, num_busy=1)
 
     def end_save(rank):
-        time.sleep(0.5)
+        assert node.pages[0].is_sampled.wait(60)
         node.pages[0].published = BLANK
         return STACK.format(4)
 

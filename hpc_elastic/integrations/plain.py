@@ -660,8 +660,11 @@ class _Training:
 
 
 def _assign(item: Any, attribute: str, value: Any) -> None:
-    if attribute.startswith("."):
-        vars(item)[attribute[1:]] = value
+    if attribute:
+        *path, last = attribute.removeprefix(".").split(".")
+        for each in path:
+            item = vars(item)[each]
+        vars(item)[last] = value
     elif isinstance(item, list):
         item[:] = value
     elif isinstance(item, dict | set):

@@ -72,11 +72,12 @@ class Place:
 
     @property
     def spaces(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """The names of the script, and of the functions, outer ones first."""
-        yield "", self.frames[0][1].f_globals
+        """The names of the script, and of the functions, outer ones first, and of own objects."""
+        seen = set[int]()
+        yield from _names_in("", self.frames[0][1].f_globals, seen)
         for scope, frame in reversed(self.frames):
             if scope.name:
-                yield f"{scope.name}.", frame.f_locals
+                yield from _names_in(f"{scope.name}.", frame.f_locals, seen)
 
     def forget_locals(self) -> None:
         """Let the frames hold no copy of their variables, such as the last batch's output."""
@@ -98,17 +99,14 @@ def find_place(loader: Any) -> Place:
         raise UnknownStateError(
             f"the loop over the batches is in {_module_of(frame)}, not the script"
         )
-    if scope.is_in_class:
-        raise UnknownStateError(f"the loop over the batches is in a method, {scope.name}")
     if frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR):
         raise UnknownStateError(f"the batches come from a generator, {scope.name}")
     inner = next((loop for loop in scope.loops if loop.has_in_header(frame.f_lineno)), None)
     if inner is None:
         raise UnknownStateError("a batch is not drawn by the head of a for loop")
-    source = inner.source
-    drawn = None if source is None else eval(source, frame.f_globals, frame.f_locals)
+    drawn = None if inner.source is None else _look_up(inner.source, frame)
     if drawn is not loader and getattr(drawn, "iterable", None) is not loader:
-        raise UnknownStateError(f"the loop draws from {source or ast.unparse(inner.node.iter)}")
+        raise UnknownStateError(f"the loop draws from {ast.unparse(inner.node.iter)}")
     if len(LOOPS.active) != 1:
         what = "two loops" if LOOPS.active else "no loop"
         raise UnknownStateError(f"{what} over range(...) around the loop over the batches")
@@ -116,7 +114,7 @@ def find_place(loader: Any) -> Place:
     while frame.f_code is not epochs.code:
         frame = frame.f_back
         scope = None if frame is None else script.scope_of(frame.f_code, frame.f_lineno)
-        if frame is None or scope is None or scope.is_in_class:
+        if frame is None or scope is None:
             where = "another thread" if frame is None else _module_of(frame)
             raise UnknownStateError(f"the loop over the batches is called from {where}")
         frames.append((scope, frame))
@@ -133,6 +131,13 @@ def find_place(loader: Any) -> Place:
     if why := used_before_batches(outer, inner, frame.f_lineno, is_one=len(frames) == 1):
         raise UnknownStateError(why)
     return Place(epochs, outer, inner, tuple(frames))
+
+
+def _look_up(node: ast.expr, frame: types.FrameType) -> Any:
+    """Return what a part of a script stands for; of a property, which may do anything, itself."""
+    if isinstance(node, ast.Attribute):
+        return inspect.getattr_static(_look_up(node.value, frame), node.attr, None)
+    return eval(ast.unparse(node), frame.f_globals, frame.f_locals)
 
 
 def _refuse_loops(found: list[ast.AST]) -> None:
@@ -164,6 +169,17 @@ def modules_of_callers() -> Iterator[str]:
 
 
 # ---- what a training consists of
+
+
+def _names_in(
+    space: str, names: Mapping[str, Any], seen: set[int]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield names, and those of the attributes of the script's own objects that have one."""
+    yield space, names
+    for name, value in list(names.items()):
+        if not name.startswith("__") and id(value) not in seen and _is_own(value):
+            seen.add(id(value))
+            yield from _names_in(f"{space}{name}.", vars(value), seen)
 
 
 def _is_stateful(value: object) -> bool:
@@ -274,6 +290,13 @@ def _is_large(value: Any) -> bool:
     return sum(len(part) for part in parts if isinstance(part, list | dict | tuple)) > _LARGE
 
 
+def _is_own(value: Any) -> bool:
+    """Return whether the attributes of an object are its state: it is of a class of the script."""
+    if isinstance(value, (_SCALAR, *_UNCHANGING)) or _is_of_library(type(value)):
+        return False
+    return hasattr(value, "__dict__") and not _is_stateful(value)
+
+
 def _is_of_library(kind: type) -> bool:
     return kind.__module__ == "builtins" or _is_in_library(sys.modules.get(kind.__module__))
 
@@ -290,9 +313,12 @@ def _refuse_unknown(name: str, kind: type) -> None:
         raise UnknownStateError(f"{name} is a {kind.__name__}, whose state is unknown")
 
 
-def parts_of(name: str, value: Any) -> dict[str, Any]:
-    """Return what may change in an object, by name; UnknownStateError if that cannot be kept."""
-    kind = type(value)
+def parts_of(name: str, value: Any, around: frozenset[int] = frozenset()) -> dict[str, Any]:
+    """Return what may change in an object, by name; UnknownStateError if that cannot be kept.
+
+    It is an attribute of the objects ``around``, which are not looked at again.
+    """
+    kind, around = type(value), around | {id(value)}
     if isinstance(value, list | dict | set):
         if text_of(value) is not None:
             return {name: value}
@@ -312,6 +338,11 @@ def parts_of(name: str, value: Any) -> dict[str, Any]:
     for attribute, part in getattr(value, "__dict__", {}).items():
         if text_of(part) is not None:
             found[f"{name}.{attribute}"] = part
+        elif _is_own(part):
+            if id(part) not in around:
+                found |= parts_of(f"{name}.{attribute}", part, around)
+        elif _is_stateful(part):
+            continue  # it is saved by its name
         elif not isinstance(part, _UNCHANGING) and not _is_of_library(type(part)):
             what = f"{name} is a {kind.__name__} with a {type(part).__name__}"
             raise UnknownStateError(f"{what}, and without state_dict()")
@@ -423,11 +454,11 @@ class _Contents:
         value = _bare(value)
         if isinstance(value, _SCALAR) or text_of(value) is not None:
             return 0
-        digest, seen, todo = 0, set(self._saved), [value]
+        digest, seen, todo, looked_into = 0, set(self._saved), [value], {id(value)}
         parts: list[Any]
         text: bytes | memoryview
         while todo and len(seen) < _MOST_PARTS:
-            item = todo.pop()
+            item = _bare(todo.pop())
             if id(item) in seen:
                 continue
             if isinstance(item, _SCALAR):
@@ -435,8 +466,9 @@ class _Contents:
             else:
                 seen.add(id(item))
                 parts, text = self._parts(item)
-                if item is value and self._is_looked_into(item):
+                if id(item) in looked_into and self._is_looked_into(item):
                     parts = [part for part in parts if text_of(part) is None]
+                    looked_into |= set(map(id, parts))
             digest = zlib.crc32(text, digest)
             todo += parts
         return digest

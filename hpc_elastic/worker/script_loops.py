@@ -13,8 +13,8 @@ and a local variable gets its value back. Python has no other way to set one fro
 to be set is what an iteration may read before it assigns it (`carried`), by the order of the
 statements: a name that is assigned in a branch counts as read before.
 
-Loops in classes and in other modules stay as they are, and those that no such loop over a range
-leads to. Nothing here needs torch, and all but `Loops` is pure.
+Loops in other modules stay as they are, and those that no such loop over a range leads to. Nothing
+here needs torch, and all but `Loops` is pure.
 """
 
 from __future__ import annotations
@@ -174,6 +174,12 @@ def _free_names(node: ast.AST) -> set[str]:
     return {each.id for each in names} - own
 
 
+def _mentions(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the names that are read, and those of the attributes, such as methods."""
+    found = (each for node in nodes for each in ast.walk(node))
+    return _reads(nodes) | {each.attr for each in found if isinstance(each, ast.Attribute)}
+
+
 def _reads(nodes: Iterable[ast.AST]) -> set[str]:
     found = (each for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name))
     return {each.id for each in found if isinstance(each.ctx, ast.Load)}
@@ -248,11 +254,10 @@ class Loop:
         return {each.id for each in ast.walk(self.node.target) if isinstance(each, ast.Name)}
 
     @property
-    def source(self) -> str | None:
-        """What it draws from, as written, without `enumerate` and the like; None: a call."""
+    def source(self) -> ast.expr | None:
+        """What it draws from, without `enumerate` and the like; None: a call."""
         node = _drawn(self)
-        has_effects = any(isinstance(each, _EFFECTS) for each in ast.walk(node))
-        return None if has_effects else ast.unparse(node)
+        return None if any(isinstance(each, _EFFECTS) for each in ast.walk(node)) else node
 
     @property
     def may_train(self) -> bool:
@@ -319,13 +324,14 @@ def _drawn(loop: Loop) -> ast.expr:
     return node
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scope:
     """A function of a script, or its module level."""
 
     name: str
     node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef = field(repr=False)
-    is_in_class: bool = False
+    of_class: str = ""
+    """With a dot, if it is a method."""
 
     @property
     def is_compiled(self) -> bool:
@@ -340,7 +346,8 @@ class Scope:
         keys = set[str]()
         for node in self.nodes():
             if isinstance(node, ast.For):
-                key = f"{self.name or 'the script'}: for {ast.unparse(node.target)}"
+                function = f"{self.of_class}{self.name}" or "the script"
+                key = f"{function}: for {ast.unparse(node.target)}"
                 while key in keys:
                     key += "+"
                 keys.add(key)
@@ -429,13 +436,14 @@ class ScriptSource:
 def _scopes(tree: ast.Module) -> Iterator[Scope]:
     yield Scope("", tree)
 
-    def below(node: ast.AST, is_in_class: bool) -> Iterator[Scope]:
+    def below(node: ast.AST, of_class: str) -> Iterator[Scope]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, _FUNCTIONS):
-                yield Scope(child.name, child, is_in_class)
-            yield from below(child, is_in_class or isinstance(child, ast.ClassDef))
+                yield Scope(child.name, child, of_class)
+            name = f"{child.name}." if isinstance(child, ast.ClassDef) else ""
+            yield from below(child, of_class + name)
 
-    yield from below(tree, False)
+    yield from below(tree, "")
 
 
 def _name_of(function: ast.AST) -> str:
@@ -449,15 +457,18 @@ def why_not_continued(script: ScriptSource) -> str | None:
 
     What decides at the end are its objects, which a worker sees.
     """
-    trains = [
-        (scope, loop) for scope in script.scopes for loop in scope.loops
-        if {"step", "backward"} <= {_name_of(n) for n in ast.walk(loop.node)}
-    ]  # fmt: skip
+    trains: list[tuple[Scope, Loop, set[Scope]]] = []
+    for scope in script.scopes:
+        for loop in scope.loops:
+            called = _called(script, loop.node)
+            bodies = [loop.node, *(each.node for each in called)]
+            if {"step", "backward"} <= {_name_of(n) for body in bodies for n in ast.walk(body)}:
+                trains.append((scope, loop, called))
+    inside = {scope for scope, *_ in trains}
+    trains = [each for each in trains if each[2].isdisjoint(inside)]
     if not trains:
         return "no loop of it calls backward() and step()"
-    scope, inner = trains[-1]
-    if scope.is_in_class:
-        return f"the loop over the batches is in a method, {scope.name}"
+    scope, inner, _ = trains[-1]
     if inner.source is None:
         return f"the loop draws from {ast.unparse(inner.node.iter)}"
     if "zero_grad" not in script.methods:
@@ -465,9 +476,8 @@ def why_not_continued(script: ScriptSource) -> str | None:
     line = inner.node.lineno
     while not (around := scope.loops_around(line)):
         calls = [
-            (each, node.lineno) for each in script.scopes if not each.is_in_class
-            for node in each.nodes() if isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name) and node.func.id == scope.name
+            (each, node.lineno) for each in script.scopes for node in each.nodes()
+            if isinstance(node, ast.Call) and _is_named(node.func, scope)
         ]  # fmt: skip
         if not scope.name or not calls or calls[0][0] is scope:
             return "no loop over range(...) around the loop over the batches"
@@ -479,6 +489,24 @@ def why_not_continued(script: ScriptSource) -> str | None:
         return "no loop over range(...) around the loop over the batches"
     is_one = inner.node in ast.walk(outer.node)
     return used_before_batches(outer, inner, line, is_one=is_one)
+
+
+def _called(script: ScriptSource, node: ast.AST) -> set[Scope]:
+    """Return the functions of a script that a part of it calls, and those that these call."""
+    found, todo = set[Scope](), [node]
+    while todo:
+        calls = [each.func for each in ast.walk(todo.pop()) if isinstance(each, ast.Call)]
+        new = {s for s in script.scopes[1:] if any(_is_named(call, s) for call in calls)} - found
+        found |= new
+        todo += [scope.node for scope in new]
+    return found
+
+
+def _is_named(function: ast.expr, scope: Scope) -> bool:
+    """Return whether a call names a function of the script, or a method of some variable."""
+    if scope.of_class and isinstance(function, ast.Attribute):
+        return isinstance(function.value, ast.Name) and function.attr == scope.name
+    return isinstance(function, ast.Name) and function.id == scope.name and not scope.of_class
 
 
 def _is_over_range(script: ScriptSource, loop: Loop) -> bool:
@@ -525,7 +553,7 @@ def changed(script: ScriptSource) -> ast.Module:
     epochs, reached = _leading(script)
     names: dict[Loop, set[str]] = {}  # what its iterations take: all is found before it is changed
     for scope in script.scopes:
-        if scope.is_in_class or scope.is_compiled:
+        if scope.is_compiled:
             continue
         for loop in scope.loops:
             around = [each for each in scope.loops if _contains(each, loop)]
@@ -542,19 +570,19 @@ def _leading(script: ScriptSource) -> tuple[set[Loop], set[str]]:
     """Return the loops over a range that lead to one over batches, and the functions they call."""
     reads: dict[str, set[str]] = {}
     for scope in script.scopes[1:]:
-        reads.setdefault(scope.name, set()).update(_reads([scope.node]))
+        reads.setdefault(scope.name, set()).update(_mentions([scope.node]))
     to = {s.name for s in script.scopes[1:] if any(loop.may_train for loop in s.loops)}
     while more := {name for name, read in reads.items() if read & to} - to:
         to |= more
     epochs = {
         loop for scope in script.scopes for loop in scope.loops
         if _may_be_range(_drawn(loop)) and (
-            _reads(loop.node.body) & to
+            _mentions(loop.node.body) & to
             or any(_contains(loop, inner) and inner.may_train for inner in scope.loops)
         )
     }  # fmt: skip
     reached = set[str]()
-    found = {name for loop in epochs for name in _reads(loop.node.body)}
+    found = {name for loop in epochs for name in _mentions(loop.node.body)}
     while more := found & reads.keys() - reached:
         reached |= more
         found = {name for each in more for name in reads[each]}

@@ -108,7 +108,7 @@ def runs(monkeypatch, tmp_path):
     return Runs(monkeypatch, tmp_path)
 
 
-@pytest.mark.parametrize("script", ["plain_module.py", "plain_main.py"])
+@pytest.mark.parametrize("script", ["plain_module.py", "plain_main.py", "plain_methods.py"])
 def test_a_killed_script_ends_as_an_undisturbed_one(runs, capsys, script):
     """With its schedule, average, scaler, best value, history and numbers."""
     runs.saves = {20, 60}
@@ -196,6 +196,106 @@ def test_shapes_that_are_continued(runs, capsys, parts):
     said = capsys.readouterr().err
     assert said.count(LEVEL_2) == 3 and "level 1" not in said
     assert list(runs.folder.glob("run/checkpoints/step-*20*"))
+
+
+TRAINER = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+{imports}
+class Terms:
+    def __init__(self): self.factor, self.names = 0.5, ["a"]
+
+class Trainer:
+    def __init__(self):
+        x = torch.randn(21, 3)
+        self.loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 2, shuffle=True)
+        self.model = torch.nn.Linear(3, 1)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 7)
+        self.terms, self.num, self.first = Terms(), 0, 0
+        {setup}
+
+    def run_batch(self, inputs, wanted):
+        self.optimizer.zero_grad()
+        loss = (self.model(inputs) - wanted).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.schedule.step()
+        {step}
+
+    def run_epoch(self, epoch):
+        {before}
+        for inputs, wanted in {batches}:
+            self.run_batch(inputs, wanted)
+
+    def fit(self, last):
+        for epoch in range(self.first, last):
+            self.run_epoch(epoch)
+            {end}
+
+def main():
+    trainer = Trainer()
+    trainer.fit(4)
+    return [p.tolist() for p in trainer.model.parameters()]
+
+result = main()
+"""
+
+
+def trainer(**parts: str) -> str:
+    """Return a script whose loops are methods, with some parts replaced."""
+    known = dict.fromkeys(("imports", "setup", "step", "before", "end"), "pass")
+    return TRAINER.format(**(known | {"batches": "self.loader"} | parts))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {},
+        {"before": "len(next(iter(self.loader))[0])"},
+        {"imports": "from tqdm import tqdm", "batches": "tqdm(self.loader)"},
+        {"step": "self.num += 1; self.model.bias.data.add_(self.num)"},
+        {"end": "self.terms.factor *= 2; self.model.bias.data.add_(self.terms.factor)"},
+        {"end": "self.terms.names.append(epoch)\n"
+                "            self.model.bias.data.add_(len(self.terms.names))"},
+        {
+            "imports": "class Mean(dict):\n    def state_dict(self): return dict(self)\n"
+            "    load_state_dict = dict.update",
+            "setup": "self.mean = Mean(n=0)", "step": "self.mean['n'] += 1",
+            "end": "self.model.bias.data.add_(self.mean['n'])",
+        },
+        {"setup": "self.terms.owner = self", "step": "self.terms.factor += 1",
+         "end": "self.model.bias.data.add_(self.terms.factor)"},
+    ],
+)  # fmt: skip
+def test_loops_in_methods_are_continued(runs, capsys, parts):
+    """What the object keeps in attributes is put back, and what these keep in theirs."""
+    runs.compare(trainer(**parts))
+    said = capsys.readouterr().err
+    assert said.count(LEVEL_2) == 3 and "level 1" not in said
+    assert list(runs.folder.glob("run/checkpoints/step-*20*"))
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ({"setup": "self.mean = torch.zeros(())", "step": "self.mean = self.mean + loss.item()"},
+         "self changes, and holds more than is saved"),
+        ({"setup": "self.terms.mean = torch.zeros(())", "step": "self.terms.mean += loss.item()"},
+         "self changes, and holds more than is saved"),
+        ({"setup": "self.parts = [Terms()]", "step": "self.parts[0].factor += 1"},
+         "parts holds more than plain values"),
+        ({"setup": "type(self).data = property(lambda self: self.loader)", "batches": "self.data"},
+         "the loop draws from self.data"),
+        ({"setup": "self.noise = torch.Generator()", "end": "torch.randn(1, generator=self.noise)"},
+         "self.noise is a Generator, whose state is unknown"),
+    ],
+)  # fmt: skip
+def test_loops_in_methods_that_stay_as_they_are(runs, capsys, parts, why):
+    """What the object keeps is not known."""
+    runs.run(trainer(**parts))
+    said = capsys.readouterr().err
+    assert "level 1" in said and why in said
 
 
 @pytest.mark.parametrize(
@@ -394,14 +494,27 @@ def _forgets_generators(monkeypatch):
     monkeypatch.setattr("hpc_elastic.checkpoint.restore.restore_generators", lambda _: None)
 
 
+def _forgets_attributes(monkeypatch):
+    monkeypatch.setattr(plain, "_assign", lambda *_: None)
+
+
 @pytest.mark.parametrize(
-    "mistake", [_is_one_batch_off, _forgets_the_schedule, _forgets_variables, _forgets_generators]
+    ("mistake", "script"),
+    [
+        (_is_one_batch_off, "plain_module.py"),
+        (_is_one_batch_off, "plain_methods.py"),
+        (_forgets_the_schedule, "plain_module.py"),
+        (_forgets_variables, "plain_module.py"),
+        (_forgets_attributes, "plain_methods.py"),
+        (_forgets_generators, "plain_module.py"),
+        (_forgets_generators, "plain_methods.py"),
+    ],
 )
-def test_a_restart_with_a_mistake_would_be_seen(runs, monkeypatch, mistake):
+def test_a_restart_with_a_mistake_would_be_seen(runs, monkeypatch, mistake, script):
     """The comparison above is not blind to what a restart can forget."""
     mistake(monkeypatch)
     with pytest.raises((AssertionError, InexactError)):
-        runs.compare(UNCHANGED / "plain_module.py", "result.json")
+        runs.compare(UNCHANGED / script, "result.json")
 
 
 def test_a_scheduler_that_is_not_found_is_missed(runs, monkeypatch, capsys):
@@ -477,7 +590,7 @@ def preempt(run: CommandRun, step: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("script", ["plain_module.py", "plain_main.py"])
+@pytest.mark.parametrize("script", ["plain_module.py", "plain_main.py", "plain_methods.py"])
 def test_a_run_of_two_nodes_that_is_preempted_ends_as_an_undisturbed_one(tmp_path, script):
     """To the last bit, with dropout and a scaler; the same script without the adapter beside it."""
     for name in ("whole", "parts"):

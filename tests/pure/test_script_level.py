@@ -29,7 +29,7 @@ def test_an_unchanged_script_would_be_exact(script):
 @pytest.mark.parametrize(
     "script",
     [
-        "unchanged/plain_main.py", "unchanged/plain_module.py",
+        "unchanged/plain_main.py", "unchanged/plain_module.py", "unchanged/plain_methods.py",
         "../examples/conversions/before/ddp.py", "../examples/conversions/before/hydra_ddp.py",
     ],
 )  # fmt: skip

@@ -197,7 +197,20 @@ def plain(**parts: str) -> str:
         (plain().replace("zero_grad", "zero"), "zero_grad"),
         (plain().replace("for epoch", "for fold in folds:\n      for epoch"), "further loop"),
         ("import torch", "no loop"),
-        (f"class A:\n{plain()}".replace("\n", "\n "), "method"),
+        (
+            "class A:\n"
+            "    def fit(self, n):\n"
+            "        for epoch in range(n):\n"
+            "            self.run(epoch)\n"
+            "    def run(self, epoch):\n"
+            "        for x in self.loader:\n"
+            "            self.optimizer.zero_grad()\n"
+            "            self.model(x).backward()\n"
+            "            self.optimizer.step()\n"
+            "    def more(self):\n"
+            "        self.optimizer.run()\n",
+            None,
+        ),
     ],
 )
 def test_what_reading_a_script_shows(source, why):
@@ -211,6 +224,6 @@ def test_a_frame_is_found_in_the_source():
     source = "def f():\n    pass\n\nclass A:\n    def f(self):\n        pass\n"
     script, codes = ScriptSource(source, "x.py"), compile(source, "x.py", "exec")
     code = next(c for c in codes.co_consts if isinstance(c, types.CodeType))
-    assert not script.scope_of(code, 2).is_in_class
-    assert script.scope_of(code, 6).is_in_class
+    assert script.scope_of(code, 2).of_class == ""
+    assert script.scope_of(code, 6).of_class == "A."
     assert script.scope_of(compile("", "y.py", "exec"), 1) is None

@@ -52,15 +52,16 @@ def check_script(source: str, name: str) -> Finding:
     is_used = any(each.endswith("Trainer") or each == "LightningCLI" for each in names)
     framework = next((_FRAMEWORKS[r] for r in sorted(roots) if r in _FRAMEWORKS and is_used), None)
     if framework is None:
-        return _check_plain(tree, name)
+        return _check_plain(ScriptSource(source, name))
     table = _LIGHTNING if framework == "Lightning" else _HUGGING_FACE
     for what, remedy in _inexact(tree, table):
         return warn("script.level", f"{name} would be level 1: {what}", _WHY, remedy)
     return ok("script.level", f"{name} would be level 3: {framework}'s Trainer, as it is")
 
 
-def _check_plain(tree: ast.AST, name: str) -> Finding:
+def _check_plain(script: ScriptSource) -> Finding:
     """Return the finding on a loop of the script's own."""
+    tree, name = script.tree, script.file
     option, remedy = find_option(tree), "convert it: docs/howto/convert.md, about ten lines"
     resumes = f"; a restart would give {option[0]} its newest checkpoint" if option else ""
     if option is None:
@@ -69,7 +70,7 @@ def _check_plain(tree: ast.AST, name: str) -> Finding:
     used = [n for n in ast.walk(tree) if isinstance(n, ast.Name | ast.alias)]
     names = {n.id if isinstance(n, ast.Name) else n.name for n in used}
     own = sorted(names & {*_OWN_ORDER, *shards})
-    why = f"it uses {own[0]}" if own else why_not_continued(ScriptSource(ast.unparse(tree), name))
+    why = f"it uses {own[0]}" if own else why_not_continued(script)
     if why is not None:
         return warn("script.level", f"{name} would be level 1: {why}{resumes}", _WHY, remedy)
     found = f"{name} would be level 2, as far as reading shows: a plain loop loses no step"

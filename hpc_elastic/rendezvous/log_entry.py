@@ -35,9 +35,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from hpc_elastic.config.schema import LauncherSettings, RunSettings
 from hpc_elastic.data.batch import THROUGHPUT_UNIT
@@ -347,20 +347,38 @@ class Failure:
     remedy: str | None = None
     round: int | None = None
 
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> Failure:
+        """Return a failure of result.json; what is missing there is None here."""
+        found: Any = {each.name: raw.get(each.name) for each in fields(cls)}
+        return cls(**{**found, "message": str(found["message"] or "")})
+
+    @property
+    def place(self) -> str:
+        """Which worker failed, or which task without one."""
+        if self.phase in ("start", "lead"):
+            leads = "the leader, " if self.phase == "lead" else ""
+            return f"{leads}task {self.task} on {self.host or 'an unknown node'}"
+        rank = f"rank {self.rank} (local rank {self.local_rank})"
+        return f"{'a worker' if self.rank is None else rank} on {self.host}"
+
+    @property
+    def cause(self) -> str:
+        """How it has ended, apart from an error; empty if that is all."""
+        if self.phase in ("start", "lead", "hang"):
+            return "hung" if self.phase == "hang" else ""
+        if self.exception is None and self.message.startswith(("exited with", "ended by")):
+            return self.message
+        if self.signal:
+            return f"ended by {self.signal}"
+        return "" if self.exit_code is None else f"exit code {self.exit_code}"
+
     def summary(self) -> str:
         """Return one line: which worker failed, and why."""
-        if self.phase == "start":
-            return f"task {self.task}{f' on {self.host}' if self.host else ''}: {self.message}"
-        if self.phase == "lead":
-            return f"the leader, task {self.task} on {self.host}: {self.exception}: {self.message}"
-        where = f"rank {self.rank} (local rank {self.local_rank}) on {self.host}"
-        if self.phase == "hang":
-            return f"{where}, hung: {self.message}"
-        if self.exception is None and self.message.startswith(("exited with", "ended by")):
-            return f"{where} {self.message}"
-        how = self.signal or f"exit code {self.exit_code}"
+        if self.cause == self.message:
+            return f"{self.place} {self.cause}"
         what = f"{self.exception}: {self.message}" if self.exception else self.message
-        return f"{where}, {how}: {what}"
+        return ": ".join(filter(None, [", ".join(filter(None, [self.place, self.cause])), what]))
 
 
 def is_secondary(failure: Failure) -> bool:

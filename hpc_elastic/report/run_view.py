@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic._util import counted, quoted
-from hpc_elastic.agent.signals import name_of
 from hpc_elastic.errors import RunDirectoryError, WorkerGroupError
+from hpc_elastic.rendezvous.log_entry import Failure
 from hpc_elastic.report.progress_log import TRAINING, Point
 from hpc_elastic.run.directory import Cancellation, RunDir, RunSpec
 from hpc_elastic.shared_files import parse_yaml, read_json
@@ -388,18 +388,7 @@ def end_limit_s(spec: RunSpec) -> float:
 
 def failure_in_line(failure: Mapping[str, Any] | None) -> str | None:
     """Return a failure in one line; None if there was none."""
-    if not failure:
-        return None
-    phase, task, host = (failure.get(key) for key in ("phase", "task", "host"))
-    where = f"rank {failure.get('rank')} on {host}"
-    if phase == "start":
-        where = f"task {task} on {host or 'an unknown node'}"
-    if phase == "lead":
-        where = f"the leader, task {task} on {host}"
-    what = str(failure.get("message") or "").strip().partition("\n")[0]
-    error = failure.get("exception")
-    how = _ended_by(failure) or (f"{error}: {what}" if error else what)
-    return f"{where}: {how or 'exit code ' + str(failure.get('exit_code'))}"
+    return Failure.of(failure).summary().partition("\n")[0] if failure else None
 
 
 def failures_in_full(
@@ -408,50 +397,27 @@ def failures_in_full(
     """Return the lines of the first failure in full, and one for each later one."""
     lines = ["no worker's failure was recorded"]
     if first:
-        error, message = first.get("exception"), first.get("message")
-        lines = [f"first failure: {_place(first)}: {_cause(first)}"]
-        if first.get("traceback"):
-            lines.append(quoted_text(str(first["traceback"]).rstrip()))
-        elif message != _cause(first) and (error or message):
-            lines.append(quoted_text(f"{error or 'error'}: {message or ''}"))
-        if first.get("remedy"):
-            lines.append(str(first["remedy"]))
-    for failed in later:
-        round_ = failed.get("round")
+        failure = Failure.of(first)
+        lines = [f"first failure: {_head(failure)}"]
+        if failure.traceback:
+            lines.append(quoted_text(str(failure.traceback).rstrip()))
+        elif failure.message != failure.cause and (failure.exception or failure.message):
+            lines.append(quoted_text(f"{failure.exception or 'error'}: {failure.message}"))
+        lines += [str(failure.remedy)] if failure.remedy else []
+    for failed in map(Failure.of, later):
         when = "died afterwards"
-        if first is not None and round_ not in (None, first.get("round")):
-            when = f"failed in a later attempt, round {round_}"
-        lines.append(f"  {_place(failed)}: {_cause(failed)} ({when})")
+        if first is not None and failed.round not in (None, first.get("round")):
+            when = f"failed in a later attempt, round {failed.round}"
+        lines.append(f"  {_head(failed)} ({when})")
     return lines
+
+
+def _head(failure: Failure) -> str:
+    is_named = failure.phase in ("start", "lead") or failure.task is None
+    what = failure.cause or failure.exception or "failed"
+    return f"{failure.place}{'' if is_named else f', task {failure.task}'}: {what}"
 
 
 def quoted_text(text: str) -> str:
     """Return a text of the training's own so that it is not taken for ours."""
     return "\n".join(f"    {line}" for line in text.split("\n"))
-
-
-def _place(failed: Mapping[str, Any]) -> str:
-    is_leader = failed.get("phase") == "lead"
-    parts = [f"{'the leader, ' if is_leader else ''}host {failed.get('host')}"]
-    ranks = () if is_leader else (("rank", "rank"), ("local_rank", "local rank"))
-    for key, word in (*ranks, ("task", "task")):
-        parts += [f"{word} {failed[key]}"] if failed.get(key) is not None else []
-    return ", ".join(parts)
-
-
-def _cause(failed: Mapping[str, Any]) -> str:
-    if failed.get("phase") == "hang":
-        return "hung"
-    if ended := _ended_by(failed):
-        return ended
-    if failed.get("exit_code") is not None:
-        if not failed.get("exception") and str(failed.get("message")).startswith("exited with"):
-            return str(failed["message"])
-        return f"exit code {failed['exit_code']}"
-    return str(failed.get("exception") or failed.get("phase") or "failed")
-
-
-def _ended_by(failed: Mapping[str, Any]) -> str:
-    signal = failed.get("signal")
-    name = name_of(signal) if isinstance(signal, int) else signal
-    return f"ended by {name}" if signal else ""

@@ -287,7 +287,7 @@ def test_wait_shows_and_tells_how_runs_ended(sweep, capsys):
     failure = {"host": "n9", "exit_code": 3}
     (sweep / "1" / "result.json").write_text(json.dumps({"status": "failed", "failure": failure}))
     assert main(["wait", str(sweep)]) == 1
-    assert "host n9: exit code 3" in capsys.readouterr().out
+    assert "a worker on n9: exit code 3" in capsys.readouterr().out
 
 
 def test_wait_tells_scripts_how_runs_ended(sweep, capsys):
@@ -309,7 +309,7 @@ def test_wait_tells_scripts_how_runs_ended(sweep, capsys):
         "error": None,
     }  # fmt: skip
     assert (bad["status"], bad["values"], bad["restarts"]) == ("failed", {}, 0)
-    assert "host n9: exit code 3" in bad["error"] and "host n9: exit code 3" in err
+    assert "a worker on n9: exit code 3" in bad["error"] and "a worker on n9: exit code 3" in err
     assert "[0]: succeeded" in err and "runs in" in err
     assert main(["wait", "--help"]) == 0
     assert set(good) <= words(capsys.readouterr().out)
@@ -410,7 +410,7 @@ def test_launch_returns_results_by_global_rank(tmp_path, fake_agent):
 
 def test_launch_raises_the_first_failure(tmp_path, fake_agent):
     """The error has the record of the worker that failed first."""
-    with pytest.raises(WorkerGroupError, match="host n3, rank 3") as failed:
+    with pytest.raises(WorkerGroupError, match=r"rank 3 \(local rank 1\) on n3") as failed:
         hpc_elastic.launch(
             plan_of_a_function, 1, run_dir=tmp_path / "r", env={"PLOT": "fail"}, **QUICK
         )

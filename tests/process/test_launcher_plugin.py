@@ -132,7 +132,7 @@ def test_one_failed_run_does_not_end_the_others(app, tmp_path):
     done = app("+launcher.env.PLOT=fail,succeed")
     assert done.returncode == 1
     assert "end 0 FAILED" in done.stdout and "end 1 COMPLETED 0.5" in done.stdout
-    assert "first failure: host n3, rank 3, local rank 1: exit code 1" in done.stderr
+    assert "first failure: rank 3 (local rank 1) on n3: exit code 1" in done.stderr
     assert "ValueError: no" in done.stderr
     assert "launch_sweep" not in done.stderr
 

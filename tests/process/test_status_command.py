@@ -33,7 +33,8 @@ from specs import spec_of, started_run
 
 NOW = 1_900_000_000.0
 FAILURE = {
-    "task": "17_0", "host": "node1", "rank": 3, "message": "CUDA out of memory\nat line 7",
+    "task": "17_0", "host": "node1", "rank": 3, "local_rank": 1,
+    "message": "CUDA out of memory\nat line 7",
     "exception": "torch.OutOfMemoryError", "exit_code": 1, "log": "/runs/7/rank-3.err",
 }  # fmt: skip
 
@@ -362,11 +363,11 @@ def test_a_run_that_failed_shows_why(tmp_path):
     result = {"status": "failed", "ended": now - 50, "restarts": 3, "failure": FAILURE}
     run.result.write_text(json.dumps(result))
     details = read_details(read_view(run.path, lambda specs: pytest.fail("nothing is to be asked")))
-    why = "rank 3 on node1: torch.OutOfMemoryError: CUDA out of memory"
+    why = "rank 3 (local rank 1) on node1, exit code 1: torch.OutOfMemoryError: CUDA out of memory"
     ended = details.view.ended
     assert ended is not None and (ended.status, ended.why) == ("failed", why)
     text = shown(details)
-    assert why in text and "/runs/7/rank-3.err" in text and "3 of 3 spent" in text
+    assert why in " ".join(text.split()) and "/runs/7/rank-3.err" in text and "3 of 3 spent" in text
     assert details.account.node_s == pytest.approx(140, abs=1), "it does not go on after its end"
 
 

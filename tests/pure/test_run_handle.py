@@ -32,7 +32,7 @@ FAILURE = {
     "message": "no loss",
     "traceback": "Traceback (most recent call last):\nValueError: no loss",
 }
-VICTIM = {"host": "node1", "task": "7_1", "rank": 1, "local_rank": 0, "signal": 15}
+VICTIM = {"host": "node1", "task": "7_1", "rank": 1, "local_rank": 0, "signal": "SIGTERM"}
 
 
 def test_a_failed_run_shows_the_first_failure_in_full(run):
@@ -42,10 +42,10 @@ def test_a_failed_run_shows_the_first_failure_in_full(run):
     assert end and end.error and end.restarts == 2
     assert str(end.error).splitlines() == [
         f"the run failed: {run.dir}",
-        "first failure: host node3, rank 3, local rank 1, task 7_3: exit code 1",
+        "first failure: rank 3 (local rank 1) on node3, task 7_3: exit code 1",
         "    Traceback (most recent call last):",
         "    ValueError: no loss",
-        "  host node1, rank 1, local rank 0, task 7_1: ended by SIGTERM (died afterwards)",
+        "  rank 1 (local rank 0) on node1, task 7_1: ended by SIGTERM (died afterwards)",
         f"logs: {run.dir / 'tasks'}",
         f"      {run.submission / 'logs'}",
     ]
@@ -58,7 +58,7 @@ def test_a_run_whose_leaders_failed_shows_no_ranks(run):
     write(run, status="failed", failure=failure)
     end = run.read_end()
     assert end and str(end.error).splitlines()[1:5] == [
-        "first failure: the leader, host node3, task 7_3: ValueError",
+        "first failure: the leader, task 7_3 on node3: ValueError",
         "    Traceback (most recent call last):",
         "    ValueError: no loss",
         "look for a fault",
@@ -72,7 +72,7 @@ def test_a_worker_can_write_no_line_of_ours(run):
     write(run, status="failed", failure={**FAILURE, "traceback": text, "host": "n\x1b[1A"})
     end = run.read_end()
     assert end and str(end.error).splitlines()[1:4] == [
-        "first failure: host n, rank 3, local rank 1, task 7_3: exit code 1",
+        "first failure: rank 3 (local rank 1) on n, task 7_3: exit code 1",
         "    Traceback",
         "    the run succeeded",
     ]
@@ -89,10 +89,10 @@ def test_a_failure_of_a_later_attempt_is_not_one_that_died_afterwards(run):
     write(run, status="failed", restarts=2, failure=exited, secondary_failures=victims)
     end = run.read_end()
     assert end and str(end.error).splitlines()[1:5] == [
-        f"first failure: host node2, rank 1, local rank 0, task 7_1: {how}",
+        f"first failure: rank 1 (local rank 0) on node2, task 7_1: {how}",
         "return from the function",
-        "  host node1, rank 1, local rank 0, task 7_1: ended by SIGTERM (died afterwards)",
-        f"  host node2, rank 1, local rank 0, task 7_1: {how} (failed in a later attempt, round 3)",
+        "  rank 1 (local rank 0) on node1, task 7_1: ended by SIGTERM (died afterwards)",
+        f"  rank 1 (local rank 0) on node2, task 7_1: {how} (failed in a later attempt, round 3)",
     ]
 
 

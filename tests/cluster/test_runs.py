@@ -30,7 +30,7 @@ def test_starts_on_the_free_nodes_and_grows(slurm, sweep):
     job = busy(slurm, 2)
     s = sweep("nodes=1:4", *SLOWLY)
     eventually(lambda: s.group_sizes()[-1:] == [2], "two nodes train")
-    time.sleep(2)
+    eventually(lambda: len(s.events("first_step")) > 1, "both have made a step")
     slurm.run(["scancel", job])
     eventually(lambda: s.group_sizes()[-1] == 4, "four nodes train")
     output = s.output()

@@ -102,10 +102,7 @@ class Gpu:
 
 
 def list_gpus() -> list[Gpu]:
-    """Return the GPUs of this node by nvidia-smi.
-
-    Raises as `query_gpus`; also ValueError if a row, the message, describes no working GPU.
-    """
+    """Return this node's GPUs; errors are `query_gpus`'s, and ValueError for one that is broken."""
     fields = ("index", "uuid", "memory.total", "memory.used", "utilization.gpu")
     found = []
     for row in query_gpus("gpu", fields):

@@ -386,12 +386,8 @@ def _open(path: Path) -> int:
             time.sleep(0.05)
         except OSError as e:
             if e.errno in (errno.ELOOP, errno.ENXIO):  # a link, or a socket
-                _refuse_other_kind(path)
+                _require_file(path, path.lstat())
             raise
-
-
-def _refuse_other_kind(path: Path) -> None:
-    _require_file(path, path.lstat())
 
 
 def _require_file(path: Path, status: os.stat_result) -> None:

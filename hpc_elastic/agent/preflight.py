@@ -65,10 +65,7 @@ class Problem:
 def judge_gpus(
     granted: Sequence[str], listed: Sequence[gpus.Gpu], *, shared: bool
 ) -> Problem | None:
-    """Compare the granted GPUs with those of nvidia-smi, which may list those of other tasks.
-
-    ``shared``: others may use the same GPUs.
-    """
+    """Compare the granted GPUs, perhaps ``shared`` with others, with those of nvidia-smi."""
     whole = [name for name in granted if not name.startswith("MIG-")]
     if len(listed) < len(whole):
         reason = f"{len(whole)} GPUs were granted, but nvidia-smi lists {len(listed)}"

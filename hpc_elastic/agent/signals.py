@@ -48,10 +48,7 @@ def do_nothing(_number: int, _frame: object) -> None:
 
 
 def ignore_preemption_signals() -> None:
-    """Let these signals do nothing to this process (main thread).
-
-    Nor to a system call: C libraries rarely expect one to be interrupted.
-    """
+    """Let these signals do nothing to this process, nor to its system calls (main thread)."""
     for number in NOTICES:
         signal.signal(number, do_nothing)
         signal.siginterrupt(number, False)

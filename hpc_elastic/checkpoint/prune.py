@@ -118,10 +118,7 @@ def steps_to_clean(steps: Iterable[int], kept: list[int], keep_last: int) -> lis
 
 
 def list_leftovers(names: Iterable[str], run_id: str, last_index: int | None) -> list[str]:
-    """Return the folders of a run's saves that will never be committed (pure); see `plan_cleaning`.
-
-    What others have left is known by its age alone.
-    """
+    """Return a run's folders of saves that will never be committed (pure); see `plan_cleaning`."""
     run = owner.tag(run_id)
 
     def is_over(token: str) -> bool:

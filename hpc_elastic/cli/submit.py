@@ -258,10 +258,7 @@ def _require_success(script: str, exit_code: int, report: Path) -> None:
 
 
 def submit_by(what: str, argv: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the submissions of a launcher; one of local runs keeps running.
-
-    Raises ScriptError, which names `what`, if the launcher fails.
-    """
+    """Return a launcher's submissions, or ScriptError on `what`; one of local runs goes on."""
     with _report() as report:
         code, submitted = _run(argv, report)
         _require_success(what, code, report)

@@ -358,10 +358,7 @@ class QuorumClient:
             connect_store_ahead(result.next_store)
 
     def _await_healing(self, result: QuorumResult) -> None:
-        """Return once all members have the state: no collective has to wait for a transfer.
-
-        A member that cannot heal aborts the quorum, and so ends this.
-        """
+        """Return once all members have the state, or one that cannot heal aborts."""
         num_healing = result.replica_world_size - result.cohort_size
         if not num_healing:
             return

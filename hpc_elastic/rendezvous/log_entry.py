@@ -300,10 +300,7 @@ class LogSteps:
         return index, entry, (yield partial(self._files.lease, entry.term))
 
     def create(self, entry: LogEntry) -> Steps[bool]:
-        """Create an entry; False if its index is taken, or there is a later one already.
-
-        After an OSError it may be tried again.
-        """
+        """Create an entry; False if there is one, or a later one. Retry after OSError."""
         put, read = partial(self._files.put, entry), partial(self._files.read, entry.index)
         is_made = yield from create_once(put, self._files.indices, entry.index, read, entry)
         return is_made and (yield from self.last_index()) <= entry.index

@@ -123,10 +123,7 @@ class Reachability:
         return not (self.pending or self.has_changed or due)
 
     def probe(self, group: Sequence[Agent], now: float) -> list[Effect]:
-        """Probe the pairs of a group without a result; afterwards none of it is `pending`.
-
-        The group are all agents that wait or train.
-        """
+        """Probe pairs of the waiting and training agents; then none is `pending`."""
         if self._awaited and now - self._sent_at < ANSWER_S:
             return []
         self.pending -= self._probed

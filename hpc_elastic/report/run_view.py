@@ -347,7 +347,8 @@ def end_with_result(result: Mapping[str, Any], last_sign: float = 0.0) -> RunEnd
     found, restarts = result.get("failure"), int(number(result.get("restarts")) or 0)
     failure = found if isinstance(found, Mapping) else None
     at = number(result.get("ended")) or last_sign
-    return RunEnd(str(result.get("status")), at, failure_in_line(failure), failure, restarts)
+    why = Failure.of(failure).summary().partition("\n")[0] if failure else None
+    return RunEnd(str(result.get("status")), at, why, failure, restarts)
 
 
 def _end_without_result(
@@ -384,11 +385,6 @@ def end_limit_s(spec: RunSpec) -> float:
 
 
 # ---- failures of workers in words, from their entries in result.json
-
-
-def failure_in_line(failure: Mapping[str, Any] | None) -> str | None:
-    """Return a failure in one line; None if there was none."""
-    return Failure.of(failure).summary().partition("\n")[0] if failure else None
 
 
 def failures_in_full(

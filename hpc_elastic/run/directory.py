@@ -449,10 +449,7 @@ class ArrayFiles:
         shared_files.create_atomic(self.job_id_file, job_id + "\n")
 
     def withdraw(self) -> None:
-        """Remove what was written for an array that was never submitted.
-
-        Its run directories can be used again. Tasks of its script would find no run.
-        """
+        """Remove what was written for an array that is never submitted; its runs are free."""
         runs = [RunDir(path).spec for path in set(self.run_dirs())]
         for file in (*runs, self.script, self.texts):
             file.unlink(missing_ok=True)

@@ -95,10 +95,7 @@ def newest_first() -> Iterator[KnownRun]:
 
 
 def mark_cancelled(run: RunDir, warn: Callable[[str], None]) -> None:
-    """Write ``<run>/cancelled.json``, once: no task of the run starts or comes back.
-
-    Raises RunDirectoryError if the run is another user's.
-    """
+    """Write ``<run>/cancelled.json``, once: no task starts. RunDirectoryError if not ours."""
     if is_there(run.cancelled):
         return
     who = {"user": user(), "host": socket.gethostname(), "time": time.time()}

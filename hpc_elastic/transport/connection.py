@@ -139,10 +139,7 @@ async def _read_line(reader: asyncio.StreamReader) -> bytes:
 
 
 class ConnectionOwner(Protocol):
-    """A server; it is called for authenticated connections only. An error ends the connection.
-
-    By default it does nothing.
-    """
+    """A server of authenticated connections: an error ends one, and nothing is done by default."""
 
     def on_connect(self, connection: ServerConnection, hello: dict[str, Any]) -> None:
         """Handle a client that is authenticated; ``hello`` describes it."""

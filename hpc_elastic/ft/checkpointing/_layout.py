@@ -137,10 +137,7 @@ class PackedState:
         return "dtensor", {"tensor": number, **asdict(Sharding.of(leaf)), **kept}
 
     def _add(self, path: str, leaf: Any, tensor: torch.Tensor) -> int:
-        """Return the tensor's number: that of an equal one in the same memory, such as a tied one.
-
-        A copy that was made to be sent is always new.
-        """
+        """Return its number: a tied one has the other's, a copy made to be sent its own."""
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
         number = self._known.setdefault(key if tensor.numel() else path, len(self._tensors))
         if number == len(self._tensors):

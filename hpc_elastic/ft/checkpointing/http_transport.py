@@ -704,10 +704,7 @@ def send_request(
     timeout_s: float,
     hold: Callable[[socket.socket | None], None] = lambda _: None,
 ) -> bytes:
-    """Return a peer's answer to a request without a token; `hold` as in `_connect`.
-
-    It is called with None at the end.
-    """
+    """Return a peer's answer; `hold` as in `_connect`, and with None at the end."""
     try:
         connection = _connect(url, key, timeout_s, hold)
         with connection.sock:

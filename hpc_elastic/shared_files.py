@@ -386,8 +386,12 @@ def _open(path: Path) -> int:
             time.sleep(0.05)
         except OSError as e:
             if e.errno in (errno.ELOOP, errno.ENXIO):  # a link, or a socket
-                _require_file(path, path.lstat())
+                _refuse_other_kind(path)
             raise
+
+
+def _refuse_other_kind(path: Path) -> None:
+    _require_file(path, path.lstat())
 
 
 def _require_file(path: Path, status: os.stat_result) -> None:

@@ -366,7 +366,7 @@ class PreemptionWatcher:
         with self._lock:
             if self._ask_at is not None and time.monotonic() >= self._ask_at:
                 self._ask_at = None
-                threading.Thread(target=self._query_limit, daemon=True).start()
+                _in_background(self._query_limit)
             if self._planned is not None and time.monotonic() >= self._planned[0]:
                 self._planned = self._notice_of_end(self._notices.departure_s)  # perhaps later
                 if time.monotonic() >= self._planned[0]:
@@ -388,3 +388,7 @@ class PreemptionWatcher:
                 if left_s is not None:
                     self._plan(asked_at + left_s)
         self._caught.wake()
+
+
+def _in_background(call: Callable[[], None]) -> None:
+    threading.Thread(target=call, daemon=True).start()

@@ -210,7 +210,7 @@ def alike(failures: Sequence[Values]) -> list[dict[str, Any]]:
     """Return failures of workers with the same error together, the one that ended the run first."""
 
     def error_of(f: Values) -> tuple[str, str | None]:
-        where = rf"^(?:rank|task) \S+ on {re.escape(f['host'])}: "
+        where = rf"^(?:rank|task|the leader, task) .*? on {re.escape(f['host'])}[,:]? "
         return re.sub(where, "", f["error"]), f["traceback"]
 
     groups = [

@@ -13,6 +13,7 @@ import pytest
 from hpc_elastic._util import counted
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.report import render
+from hpc_elastic.rendezvous.log_entry import Failure
 from hpc_elastic.report import KINDS
 from hpc_elastic.report import charts as charts_module
 from hpc_elastic.report.attempts import EventIndex
@@ -409,6 +410,24 @@ def test_identical_failures_are_one():
     assert "</time> rank 0 on node7: boom: it ended the run" in " ".join(page.split())
     again = alike([vars(replace(end, error="rank 1 on node7: boom", traceback="other")), vars(end)])
     assert len(again) == 2
+
+
+@pytest.mark.parametrize(
+    ("facts", "error"),
+    [
+        ({"exception": "ValueError", "exit_code": 1}, "exit code 1: ValueError: boom"),
+        ({"message": "ended by SIGKILL", "signal": "SIGKILL"}, "ended by SIGKILL"),
+        ({"phase": "hang"}, "hung: boom"),
+        ({"phase": "start"}, "boom"),
+    ],
+)
+def test_failures_are_identical_as_runs_write_them(facts, error):
+    """Their ranks, tasks and nodes differ, and not their errors."""
+    made = [
+        Failure(f"7_{n}", f"node{n}", n, 0, 1.0, **{"message": "boom", **facts}) for n in range(2)
+    ]
+    found = [vars(WorkerFailure(f.time, f.summary(), f.host)) for f in made]
+    assert [each["error"] for each in alike(found)] == [error]
 
 
 def test_settings_that_are_not_the_defaults_stand_apart():

@@ -33,6 +33,15 @@ def texts(path: Path, _: str) -> None:
     path.write_text("\n".join(rows) + "\n")
 
 
+def preferences(path: Path, _: str) -> None:
+    """Write JSON lines of two answers to a prompt, of which the first is the better one."""
+    rows = [
+        {"prompt": sentence(n, 8), "chosen": sentence(n + 1, 20), "rejected": sentence(n + 2, 20)}
+        for n in range(600)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def tokens(path: Path, _: str) -> None:
     """Write characters as nanoGPT prepares them."""
     path.mkdir()
@@ -111,7 +120,8 @@ def model(path: Path, _: str) -> None:
 
 
 KINDS: dict[str, Callable[[Path, str], None]] = {
-    each.__name__: each for each in (text, texts, tokens, digits, images, pairs, shards, model)
+    each.__name__: each
+    for each in (text, texts, preferences, tokens, digits, images, pairs, shards, model)
 }
 
 

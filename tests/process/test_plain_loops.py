@@ -455,6 +455,35 @@ def test_a_compiled_function_has_no_break_in_its_graph(runs):
     assert NAME in runs.run(COMPILED), "its loops are changed"
 
 
+COMPILED_METHOD = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(3)])
+    def encode(self, x):
+        for i, layer in enumerate(self.layers):
+            x = layer(x) * (i + 1)
+        return x
+    def forward(self, x): return self.encode(x)
+
+net = Net()
+def train():
+    for batch in [torch.ones(2)]:
+        net.encode(batch)
+for epoch in range(2):
+    train()
+found = torch.compile(net, backend="eager", fullgraph=True)(torch.ones(2))
+result = torch.equal(found, net(torch.ones(2))) and Net.encode.__code__.co_names
+"""
+
+
+@pytest.mark.filterwarnings("ignore:Guards may run slower")  # torch's, on Python 3.13.0
+def test_a_compiled_model_has_no_break_in_its_graph(runs):
+    """Nor the methods of a model, which a loop calls too."""
+    assert NAME in runs.run(COMPILED_METHOD), "its loop is changed"
+
+
 def test_a_script_that_has_changed_is_refused(runs):
     """Where its checkpoint has no place, or no object."""
     with pytest.raises(Kill):

@@ -289,7 +289,7 @@ class GiveWay:
                 and has_features(needs.features, nodes[name].features)
                 and needed_at.get(name, math.inf) >= ends
             )
-            if (chosen := start_nodes(part, offered)) is None:
+            if (chosen := _first_nodes(part, offered)) is None:
                 return None
             found += chosen
         return found
@@ -309,7 +309,7 @@ def _of_user(user: str) -> str:
     return f"user {user}"
 
 
-def start_nodes(job: QueuedJob, offered: Iterable[tuple[str, NodeKind]]) -> list[str] | None:
+def _first_nodes(job: QueuedJob, offered: Iterable[tuple[str, NodeKind]]) -> list[str] | None:
     """Return the first nodes that suffice for a job, by what they offer; None if all do not.
 
     Of a job that may have some nodes at most each node has an equal share, though Slurm may choose

@@ -41,7 +41,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from io import BufferedReader
+from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -437,10 +437,16 @@ def read_tail(path: Path, *, at_most_bytes: int = 1 << 16) -> str:
     return "\n".join(text.splitlines()[-20:]).strip()
 
 
-def lines_in(
+def lines_in(path: Path, *, unfinished: bool = False, newest: bool = False) -> Iterator[bytes]:
+    """Yield the lines of a file of a run, each with its end, as `blocks_in` reads them."""
+    for _, block in blocks_in(path, unfinished=unfinished, newest=newest):
+        yield from BytesIO(block)
+
+
+def blocks_in(
     path: Path, start: int = 0, *, unfinished: bool = False, newest: bool = False
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file of a run, each with the byte after its end.
+    """Yield the lines of a file of a run, many at once, each time with the byte after their end.
 
     A line of more than `LINE_BYTES` is left out. ``start`` is the first byte of a line.
     ``unfinished``: a last line without an end is one too. Of more than `LINES_BYTES`, ``newest``
@@ -454,13 +460,20 @@ def lines_in(
         elif not newest:
             _require_size(path, size, LINES_BYTES)
         file.seek(start)
-        end = start
-        while line := file.readline(LINE_BYTES):
-            end += len(line)
-            has_end = line.endswith(b"\n") or (unfinished and len(line) < LINE_BYTES)
-            if has_end and not is_begun:
-                yield end, line
-            is_begun = not has_end
+        end, rest = start, b""
+        while data := file.read(LINE_BYTES - len(rest)):
+            end += len(data)
+            block, line_end, rest = (rest + data).rpartition(b"\n")
+            block += line_end
+            if is_begun and block:
+                _, _, block = block.partition(b"\n")
+                is_begun = False
+            if block:
+                yield end - len(rest), block
+            if len(rest) == LINE_BYTES:
+                rest, is_begun = b"", True
+        if unfinished and rest and not is_begun:
+            yield end, rest
 
 
 def parse_json(

@@ -163,11 +163,11 @@ def _serve(runs: Sequence[Path], **settings: Any) -> int:
 
 def render(report: Report, form: str) -> bytes:
     """Return a report in a format; raise ReportLibraryError without the library of png."""
-    values = report.to_json()
     if form == "json":
-        return (json.dumps(values) + "\n").encode()
+        return report.encoded() + b"\n"
     from hpc_elastic.report import page
 
+    values = report.to_json()
     return page.png(values) if form == "png" else page.html(values).encode(errors="replace")
 
 

@@ -484,7 +484,7 @@ def _read_file(path: Path) -> tuple[list[tuple[LedgerSegment, Spans]], list[Trai
     spans: list[Span] | None = None
     ends: list[TrainingEnd] = []
     try:
-        for _, line in lines_in(path):  # without one that is cut off
+        for line in lines_in(path):  # without one that is cut off
             raw = parse_json(line, path)
             if isinstance(raw, dict):
                 record = parse_record(raw)

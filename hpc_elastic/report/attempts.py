@@ -26,7 +26,8 @@ from hpc_elastic.run.events import Event
 _EXITS = ("task_exited", "agent_failed", "nodes_requeued")  # an attempt reports its own end
 _ENDS = (*_EXITS, "agent_killed", "node_lost", "replica_left")
 _BOUNDS = ("round", "round_stopped", "leader", "nodes_requeued", "end")  # a round begins or is over
-_TIME = itemgetter("time")
+time_of = itemgetter("time")
+"""Returns when an event was written, in Unix seconds."""
 
 
 @dataclass(eq=False)
@@ -52,27 +53,27 @@ class TaskAttempt:
     """Of its workers, by round: that they were stopped; their first step."""
 
     def add(self, event: Event) -> None:
-        """Add an event that concerns it."""
+        """Add an event that concerns it, after all earlier ones."""
         kind, time = event["kind"], time_of(event)
         self.host = self.host or str(event.get("host") or "")
-        self.last = max(self.last, time)
-        if kind in ("workers_stopped", "first_step"):
-            of_kind = self.stopped if kind == "workers_stopped" else self.first_steps
-            of_kind[event["round"]] = event
+        self.last = time
+        if kind == "first_step":
+            self.first_steps[event["round"]], self.lost_at = event, None
+        elif kind == "workers_stopped":
+            self.stopped[event["round"]] = event
+        elif kind == "joined":
+            self.joined, self.lost_at = time if self.joined is None else self.joined, None
+        elif kind == "leader":
+            self.lost_at = None
         elif kind == "task" and self.started is None:
             made = event.get("started")
             self.started, self.begin = time, time if made is None else min(time, float(made))
-        elif kind == "joined":
-            self.joined = time if self.joined is None else self.joined
         elif kind == "preemption_notice":
             if self.notice is None or _rank(event) > _rank(self.notice):
                 self.notice = event
         elif kind in _ENDS and not _is_of_many(event):
             self.ends[kind].append(event)
-        if kind == "node_lost":
-            self.lost_at = time
-        elif kind in ("joined", "first_step", "leader"):
-            self.lost_at = None
+            self.lost_at = time if kind == "node_lost" else self.lost_at
 
     @property
     def exits(self) -> list[Event]:
@@ -81,13 +82,9 @@ class TaskAttempt:
 
     def ends_after(self, time: float, until: float = math.inf) -> dict[str, Event]:
         """Return the first of its ends in ``(time, until]``, by kind."""
-        later = {k: found[bisect_right(found, time, key=_TIME) :] for k, found in self.ends.items()}
+        of_kinds = self.ends.items()
+        later = {kind: e[bisect_right(e, time, key=time_of) :] for kind, e in of_kinds}
         return {kind: e[0] for kind, e in later.items() if e and time_of(e[0]) <= until}
-
-
-def time_of(event: Event) -> float:
-    """Return when an event was written, in Unix seconds."""
-    return float(event["time"])
 
 
 def _rank(notice: Event) -> tuple[bool, bool]:
@@ -120,20 +117,20 @@ class EventIndex:
 
     def __init__(self, events: Iterable[Event], points: Iterable[Point] = ()) -> None:
         self._points = points
-        self.events: Sequence[Event] = sorted(events, key=_TIME)
+        self.events: Sequence[Event] = sorted(events, key=time_of)
         self._attempts: dict[str, dict[int, TaskAttempt]] = defaultdict(dict)
         self._by_kind: dict[str, list[Event]] = defaultdict(list)
         for event in self.events:
             kind = event["kind"]
             self._by_kind[kind].append(event)
-            if kind == "preempt":
+            if isinstance(number := event.get("attempt"), int):
+                self.attempt(event["task"], number).add(event)
+            elif kind == "preempt":
                 if newest := self._newest(event["node_task"]):
                     newest.preempted_by = str(event["user"])
             elif kind == "nodes_given_back":
                 for newest in filter(None, map(self._newest, event["tasks"])):
                     newest.given_for = f"job {event['job']} of {event['user']}"
-            elif "attempt" in event:
-                self.attempt(event["task"], int(event["attempt"])).add(event)
             elif newest := self._newest(event["task"]):
                 newest.add(event)
         self.has_replicas = any("placed" in event for event in self.of("round"))  # with ft=true
@@ -201,8 +198,8 @@ class EventIndex:
         """Return the events of some kinds in ``(after, until]``, in order of time."""
         found: list[Event] = []
         for events in (self._by_kind.get(kind, []) for kind in kinds):
-            end = bisect_right(events, until, key=_TIME)
-            found += events[bisect_right(events, after, hi=end, key=_TIME) : end]
+            end = bisect_right(events, until, key=time_of)
+            found += events[bisect_right(events, after, hi=end, key=time_of) : end]
         return found if len(kinds) == 1 else sorted(found, key=time_of)
 
     @cached_property

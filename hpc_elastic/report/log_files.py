@@ -252,7 +252,7 @@ class Discovery:
 
 def _hosts_in(events: Path) -> dict[int, str]:
     hosts = {}
-    for _, line in shared_files.lines_in(events):
+    for line in shared_files.lines_in(events):
         if b'"kind": "task"' not in line:
             continue
         try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.run.events import decoder
+from hpc_elastic.run.events import decoded
 from hpc_elastic.shared_files import LATEST_TIME, lines_in, parse_json
 
 TRAINING = "training"
@@ -72,7 +72,7 @@ def read_points(file: Path) -> list[Point]:
     """
     found, newest = deque[Point](maxlen=_MOST_POINTS), 0
     with contextlib.suppress(OSError):  # no points if it cannot be read
-        for _, line in lines_in(file, unfinished=True, newest=True):
+        for line in lines_in(file, unfinished=True, newest=True):
             try:
                 term, point = _parsed(line, file)
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
@@ -88,7 +88,7 @@ def _parsed(line: bytes, file: Path) -> tuple[int, Point]:
     from msgspec import convert
 
     with contextlib.suppress(ValueError, RecursionError):  # not all have their types
-        raw = decoder()(line)
+        raw = decoded(line)
         return convert(raw.get("term") or 0, int), convert(raw, Point)
     raw = parse_json(line, file)
     return int(raw.get("term") or 0), Point.of(raw, float(raw["time"]))

@@ -155,11 +155,17 @@ class Report:
     hints: Sequence[str]  # what would save node time, in sentences
     notes: Sequence[str]  # what could not be found out, was left out, or needs attention
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values; NaN and infinities are null."""
-        from msgspec import json
+    def encoded(self) -> bytes:
+        """Return it as JSON; NaN and infinities are null."""
+        from msgspec.json import encode
 
-        values: dict[str, Any] = json.decode(json.encode(self))
+        return encode(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the values of its JSON form."""
+        from msgspec.json import decode
+
+        values: dict[str, Any] = decode(self.encoded())
         return values
 
 

@@ -145,7 +145,7 @@ _FACTS: dict[str, tuple[str, ...]] = {
 
 
 def _asides(run: EventIndex) -> Iterator[TimelineEntry]:
-    for event in run.events:
+    for event in run.of(*_FACTS, "scale_up_decision", "tasks_restarted"):
         kind, time = event["kind"], time_of(event)
         if kind == "scale_up_decision" and event.get("admit") == "not now":
             kind = "parked"

@@ -16,14 +16,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from io import BytesIO
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from hpc_elastic import shared_files
+
+if TYPE_CHECKING:
+    from msgspec.json import Decoder
 
 _log = logging.getLogger(__name__)
 
@@ -115,10 +119,9 @@ class EventReader:
         """
         events: list[Event] = []
         for path in self._logs():
-            for end, line in shared_files.lines_in(path, self._read.get(path, 0), newest=True):
+            for end, block in shared_files.blocks_in(path, self._read.get(path, 0), newest=True):
                 self._read[path] = end
-                if event := _parsed(line):
-                    events.append(event)
+                events += _parsed(block)
                 if len(events) >= 2 * _MOST_EVENTS:
                     events = self._newest(events)
         return sorted(self._newest(events), key=itemgetter("time"))
@@ -156,42 +159,63 @@ def read_events(folder: Path) -> list[Event]:
 
 
 @functools.cache
-def decoder() -> Callable[[Any], dict[str, Any]]:
-    """Return the function that decodes a line of a run's files to an object.
-
-    It raises ValueError at what is no JSON, such as NaN, and at numbers that no run writes.
-    """
-    from msgspec import Meta, convert
+def _decoder() -> Decoder[dict[str, Any]]:
+    from msgspec import Meta
     from msgspec.json import Decoder  # 30 ms, which writers of events do not spend
 
     integer = Annotated[int, Meta(gt=-_LARGEST, le=_LARGEST - 1)]
     real = Annotated[float, Meta(gt=-_LARGEST_REAL, lt=_LARGEST_REAL)]
-    value = integer | real | str | bool | list[Any] | dict[str, Any] | None
-    decode = Decoder(dict[str, value]).decode
-
-    def decoded(line: bytes) -> dict[str, Any]:
-        try:
-            return decode(line)
-        except ValueError:
-            if rb"\ud" not in line:
-                raise  # else it may have a byte of a file's name that is no UTF-8
-            return convert(json.loads(line), dict[str, value])
-
-    return decoded
+    return Decoder(dict[str, integer | real | str | bool | list[Any] | dict[str, Any] | None])
 
 
-def _parsed(line: bytes) -> Event | None:
-    # an attempt that was killed while it wrote leaves half a line; the next one appends to it
-    return _whole(line) or _whole(line[max(0, line.rfind(b'{"v": ')) :])
+def decoded(line: str | bytes) -> dict[str, Any]:
+    """Return the object of a line of a run's files.
 
+    Raises ValueError at what is no JSON, such as NaN, and at numbers that no run writes.
+    """
+    from msgspec import convert
 
-def _whole(line: bytes) -> Event | None:
     try:
-        event: Event = shared_files.parse_json(line, "the event", decoder())
-        named = isinstance(event["kind"], str) and isinstance(event["task"], str)
-        return event if named and 0.0 <= event["time"] <= shared_files.LATEST_TIME else None
-    except (ValueError, KeyError, TypeError):
-        return None
+        return _decoder().decode(line)
+    except ValueError:
+        if not isinstance(line, bytes) or rb"\ud" not in line:
+            raise  # else it may have a byte of a file's name that is no UTF-8
+        value: dict[str, Any] = convert(json.loads(line), _decoder().type)
+        return value
+
+
+_BESIDE_BRACKETS = bytes(set(range(256)) - set(b"[{\n"))
+
+
+def _parsed(lines: bytes) -> list[Event]:
+    """Return the events of lines; all lines are decoded at once, if none is damaged."""
+    brackets = lines.translate(None, _BESIDE_BRACKETS).split(b"\n")
+    try:
+        if max(map(len, brackets)) > shared_files.NESTED:
+            raise ValueError
+        found = _decoder().decode_lines(lines)
+    except (ValueError, RecursionError):
+        # an attempt that was killed while it wrote leaves half a line; the next one appends to it
+        found = [
+            _whole(line) or _whole(line[max(0, line.rfind(b'{"v": ')) :]) for line in BytesIO(lines)
+        ]
+    return [event for event in found if _is_event(event)]
+
+
+def _whole(line: bytes) -> Event:
+    try:
+        event: Event = shared_files.parse_json(line, "the event", decoded)
+    except ValueError:
+        return {}
+    return event if _is_event(event) else {}
+
+
+def _is_event(value: Event) -> bool:
+    try:
+        named = isinstance(value["kind"], str) and isinstance(value["task"], str)
+        return named and 0.0 <= value["time"] <= shared_files.LATEST_TIME
+    except (KeyError, TypeError):
+        return False
 
 
 # ---- the schema: every kind that a run writes, and its fields (pure)

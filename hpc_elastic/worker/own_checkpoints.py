@@ -241,7 +241,7 @@ class OwnCheckpoints:
                 if path.suffix == ".json":
                     found += (shared_files.read_json(path) or {}).get("notes", [])
                 else:
-                    found += [json.loads(line) for _, line in shared_files.lines_in(path)]
+                    found += [json.loads(line) for line in shared_files.lines_in(path)]
         return sorted((_Note(**each) for each in found), key=lambda note: (note.entry, note.time))
 
     def _choose(self, notes: Sequence[_Note]) -> dict[str, Any]:

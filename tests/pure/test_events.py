@@ -5,6 +5,7 @@ import resource
 import threading
 
 import pytest
+from long_history import work_of
 
 from hpc_elastic import shared_files
 from hpc_elastic.run import events
@@ -178,3 +179,27 @@ def test_a_reader_may_begin_with_what_comes(tmp_path, monkeypatch):
     log.write("after")
     EventLog(tmp_path / "7_1.jsonl", "7_1").write("new")
     assert [e["kind"] for e in reader.new()] == ["after", "new"] and len(parsed) == 2
+
+
+def test_events_are_decoded_many_at_once(tmp_path):
+    """A run of weeks has a hundred thousand; two damaged lines cost only themselves."""
+    log = EventLog(tmp_path / "7_0.jsonl", "7_0")
+    log.append([log.line("first_step", attempt=0, round=n, step=n) for n in range(1000)])
+    assert work_of(lambda: read_events(tmp_path)) < 8 * 1000
+    with log.path.open("a") as f:
+        f.write('{"v": 1, "torn": "' + log.line("next") + '\n{"a":' + "[" * 300 + "]" * 300 + "}\n")
+    log.append([log.line("last")])
+    assert [e["kind"] for e in read_events(tmp_path)][999:] == ["first_step", "next", "last"]
+
+
+def test_lines_are_whole_wherever_a_block_ends(tmp_path, monkeypatch):
+    """One that is longer than a block is left out; so is what follows it up to its end."""
+    monkeypatch.setattr(shared_files, "LINE_BYTES", 16)
+    lines = [bytes([97 + n % 26]) * (n * 7 % 24) for n in range(300)]
+    short = [line + b"\n" for line in lines if len(line) < 16]
+    (tmp_path / "log").write_bytes(b"".join(line + b"\n" for line in lines) + b"no end")
+    assert list(shared_files.lines_in(tmp_path / "log")) == short
+    assert list(shared_files.lines_in(tmp_path / "log", unfinished=True)) == [*short, b"no end"]
+    for end, block in shared_files.blocks_in(tmp_path / "log"):
+        (_, rest), *_ = shared_files.blocks_in(tmp_path / "log", end, unfinished=True)
+        assert (tmp_path / "log").read_bytes()[end - len(block) : end] == block and rest

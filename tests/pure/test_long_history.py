@@ -41,6 +41,12 @@ def test_twice_the_nodes_are_twice_the_work(replicas):
     assert max(grown) < 2.1
 
 
+def test_an_event_costs_its_readers_a_few_lines():
+    """A run of a month has 120,000, most of them of a kind that the timeline does not show."""
+    events = list(long_history(100, 16))
+    assert work_of(lambda: build_timeline(EventIndex(events))) < 38 * len(events)
+
+
 @pytest.mark.parametrize("replicas", [False, True])
 def test_a_chart_of_many_faults_is_as_large_as_one_of_few(replicas):
     """Faults of one column are one rule, which names their number."""

@@ -559,3 +559,10 @@ def test_a_member_of_a_later_round_is_not_lost():
     ]
     assert EventIndex(told).attempt("7_1", 0).lost_at is None
     assert EventIndex(told[:-1]).attempt("7_1", 0).lost_at == 10.0
+
+
+def test_what_an_unknown_kind_holds_does_not_matter():
+    """A newer version may have a field of a known name that holds something else."""
+    new = event(9.0, "of_a_newer_version", attempt="first", host=None, tasks=7)
+    known = [*begun(0), group(2.0, 1, 0)]
+    assert timeline([*known, new]) == timeline(known)

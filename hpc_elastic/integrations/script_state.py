@@ -72,12 +72,13 @@ class Place:
 
     @property
     def spaces(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """The names of the script, and of the functions, outer ones first, and of own objects."""
+        """The names of the script, and of the functions, outer ones first; then of own objects."""
+        spaces = [("", self.frames[0][1].f_globals)]
+        spaces += [(f"{s.name}.", frame.f_locals) for s, frame in reversed(self.frames) if s.name]
+        yield from spaces
         seen = set[int]()
-        yield from _names_in("", self.frames[0][1].f_globals, seen)
-        for scope, frame in reversed(self.frames):
-            if scope.name:
-                yield from _names_in(f"{scope.name}.", frame.f_locals, seen)
+        for space, names in spaces:
+            yield from _attributes_in(space, names, seen)
 
     def forget_locals(self) -> None:
         """Let the frames hold no copy of their variables, such as the last batch's output."""
@@ -171,15 +172,15 @@ def modules_of_callers() -> Iterator[str]:
 # ---- what a training consists of
 
 
-def _names_in(
+def _attributes_in(
     space: str, names: Mapping[str, Any], seen: set[int]
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield names, and those of the attributes of the script's own objects that have one."""
-    yield space, names
+    """Yield the attributes of the script's own objects that have a name, and of their parts."""
     for name, value in list(names.items()):
         if not name.startswith("__") and id(value) not in seen and _is_own(value):
             seen.add(id(value))
-            yield from _names_in(f"{space}{name}.", vars(value), seen)
+            yield f"{space}{name}.", vars(value)
+            yield from _attributes_in(f"{space}{name}.", vars(value), seen)
 
 
 def _is_stateful(value: object) -> bool:

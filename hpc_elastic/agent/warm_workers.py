@@ -54,7 +54,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 from hpc_elastic._util import readable
@@ -472,7 +471,7 @@ def _is_needed(channel: socket.socket, wait_s: float = 0.0) -> bool:
     return bool(readable(channel, timeout_s=wait_s))
 
 
-class _ImportPacer(MetaPathFinder):
+class _ImportPacer:
     """Import hook that only pauses before each import, in proportion to the last ones' time."""
 
     def __init__(self, channel: socket.socket) -> None:

@@ -33,7 +33,6 @@ import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, TextIO
@@ -560,7 +559,7 @@ def after_import(name: str, then: Callable[[], None]) -> None:
         sys.meta_path.insert(0, _Finder(name, then))
 
 
-class _Finder(MetaPathFinder):
+class _Finder:
     """Finds a module as it would be found without this, until it has been imported.
 
     Being looked up is no import: transformers and others ask for torch's spec first.

@@ -39,8 +39,8 @@ class _CopiesFromGpu:
         self._under_way: deque[tuple[str, Any, Any]] = deque()
 
     def begin_copy(self, key: str, value: Any) -> bool:
-        """Begin to copy a value to the host; return False if it is no number on a GPU."""
-        if not getattr(value, "is_cuda", False) or key in _COUNTS or value.numel() != 1:
+        """Begin to copy a value on a GPU to the host; return False if it is no number."""
+        if key in _COUNTS or value.numel() != 1:
             return False
         torch: Any = sys.modules["torch"]
         with torch.cuda.device(value.device):
@@ -122,35 +122,41 @@ def report(
         PermanentError: The loss is not finite, and ``launcher.on_bad_loss=stop``: the run ends.
     """
     page = own_page()
-    counts = {"step": step, "samples": samples, "total_steps": total_steps}
-    given = {key: value for key, value in counts.items() if value is not None} | metrics
-    if loss is not None:
-        given["loss"] = loss
+    named = (("step", step), ("samples", samples), ("total_steps", total_steps), ("loss", loss))
+    given = metrics | {key: value for key, value in named if value is not None}
     if page is None:  # each key is checked once: a tensor on a GPU is waited for
         given = {key: given[key] for key in given.keys() - _reporter.seen}
         _reporter.seen.update(given)
     else:
-        _reporter.copies.publish(page)
-        given = {key: v for key, v in given.items() if not _reporter.copies.begin_copy(key, v)}
+        copies = _reporter.copies
+        copies.publish(page)
+        given = {
+            key: value for key, value in given.items()
+            if not (getattr(value, "is_cuda", False) and copies.begin_copy(key, value))
+        }  # fmt: skip
     _publish(page, given)
 
 
 def _publish(page: SharedPage | None, given: Mapping[str, SupportsFloat]) -> None:
-    usable = {key: value for key in given if (value := _usable(key, given[key])) is not None}
+    usable: dict[str, Any] = {
+        key: value for key in given if (value := _usable(key, given[key])) is not None
+    }
     if page is None:
         return
-    whole = {key: int(usable.pop(key)) for key in _COUNTS if key in usable}
-    loss = usable.pop("loss", None)
+    step, samples, total_steps, loss = (
+        usable.pop("step", None), usable.pop("samples", None), usable.pop("total_steps", None),
+        usable.pop("loss", None),
+    )  # fmt: skip
     if usable and not page.report_metrics(usable) and not _reporter.is_full:
         _reporter.is_full = True
         _log.warning(
             "report(%s=...): only the first %d metrics are shown over time",
             list(usable)[-1], shared_page.MOST_METRICS,
         )  # fmt: skip
-    if "step" in whole and not _reporter.by_user:
+    if step is not None and not _reporter.by_user:
         _reporter.by_user = True
         page.set_explicit_steps()
-    page.report(whole.get("step"), loss, whole.get("samples"), whole.get("total_steps"))
+    page.report(step, loss, samples, total_steps)
     if loss is not None and not math.isfinite(loss) and _reporter.stops_on_bad_loss:
         raise PermanentError(
             f"the loss is {loss} at step {page.read().bad_step} (on_bad_loss=stop)"
@@ -189,9 +195,10 @@ def _usable(key: str, value: object) -> float | None:
 
 
 def _whole_number(value: Any, least: int) -> int:
+    if type(value) is int and least <= value <= _MOST:  # the usual case, at each step
+        return value
     try:
-        is_plain = type(value) is int  # the usual case, at each step
-        number = int(value) if is_plain or float(value).is_integer() else operator.index(value)
+        number = int(value) if float(value).is_integer() else operator.index(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = -1
     if isinstance(value, str) or not least <= number <= _MOST:

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import textwrap
 
 from local_runs import LocalRun
@@ -80,3 +82,11 @@ def test_an_agent_needs_no_torch(tmp_path, monkeypatch):
     agents = {event["pid"] for event in run.events("task")}
     assert len(agents) == 3 and {first} < agents
     assert not any("torch" in loaded(pid) for pid in agents)
+
+
+def test_a_process_of_a_node_starts_without_what_it_may_not_need():
+    """An agent and its workers: these modules bring a dozen others, of which none is used."""
+    for module in ("task_main", "worker_main", "warm_workers"):
+        code = f"import sys, hpc_elastic.agent.{module}; print(*sys.modules)"
+        found = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+        assert not {"importlib.abc", "importlib.resources", "importlib.metadata"} & {*found}, module

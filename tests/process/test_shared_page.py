@@ -153,6 +153,22 @@ def worker(tmp_path, monkeypatch) -> SharedPage:
     return page
 
 
+def test_a_report_is_a_few_calls(worker):
+    """It is made at each step of the training."""
+
+    def calls_of(**values: object) -> int:
+        made = []
+        sys.setprofile(lambda _frame, what, _: made.append(what) if what[-4:] == "call" else None)
+        reporting.report(**values)
+        sys.setprofile(None)
+        return len(made) - 1  # without setprofile
+
+    reporting.report(step=0, loss=1.0, total_steps=9, lr=0.1)
+    assert calls_of(step=1) <= 20
+    assert calls_of(step=2, loss=1.0, total_steps=9, lr=0.1) <= 36
+    assert worker.read().step == 2
+
+
 def test_a_script_announces_its_checkpoints_and_where_it_will_stop(worker):
     """It goes on at once while nobody waits; with the total, a late node is weighed."""
     mark_checkpoint(step=10)

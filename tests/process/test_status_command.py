@@ -155,6 +155,10 @@ class Busy:
         """The jobs."""
         return self.jobs
 
+    def config(self) -> dict[str, str]:
+        """As by default."""
+        return {}
+
     def all_qos(self) -> list[Qos]:
         """One, whose jobs backfill takes for jobs of a minute."""
         return [Qos("gaps", frozenset({"NoReserve"}))]

@@ -32,6 +32,14 @@ def median_h(runs, job):
     return RunTimes(runs, "sacct", NOW).survival_of(job).quantile(0.5, 0.0) * job.limit_s / HOUR
 
 
+def test_a_job_starts_with_a_pass_of_the_scheduler():
+    """These are as far apart as the cluster has it."""
+    demands = [Demand(1, HOUR, began_at=NOW - 60), Demand(1, HOUR)]
+    assert begins(1, demands, [72.0, HOUR])[-1] == 30.0
+    assert begins(1, demands, [72.0, HOUR], pass_s=10.0)[-1] == 12.0
+    assert begins(1, demands, [72.0, HOUR], pass_s=120.0)[-1] == 120.0
+
+
 def test_the_product_limit_estimate_counts_jobs_that_still_run():
     """Kaplan and Meier by hand: of 4 jobs one ends, of the 2 that are left after a loss one."""
     found = Survival.fit(

@@ -260,6 +260,7 @@ _UNCHANGING = (
     type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType,
     functools.partial, torch.Tensor, torch.nn.Module, Dataset, DataLoader, Sampler,
 )  # fmt: skip
+_NAMESPACES = (Namespace, types.SimpleNamespace)
 _WITH_STATE = ("random.Random", "torch._C.Generator", "collections.deque", "numpy.random.")
 """Types of libraries whose objects change when they are used."""
 _WITH_ITERATORS = (
@@ -292,7 +293,9 @@ def _is_large(value: Any) -> bool:
 
 
 def _is_own(value: Any) -> bool:
-    """Return whether the attributes of an object are its state: it is of a class of the script."""
+    """Return whether its attributes are its state: a namespace, or of a class of the script."""
+    if isinstance(value, _NAMESPACES):
+        return True
     if isinstance(value, (_SCALAR, *_UNCHANGING)) or _is_of_library(type(value)):
         return False
     return hasattr(value, "__dict__") and not _is_stateful(value)
@@ -333,7 +336,7 @@ def parts_of(name: str, value: Any, around: frozenset[int] = frozenset()) -> dic
     if isinstance(value, _UNCHANGING) or _is_stateful(value):
         return {}
     _refuse_unknown(name, kind)
-    if _is_of_library(kind) and not isinstance(value, Namespace | types.SimpleNamespace):
+    if _is_of_library(kind) and not isinstance(value, _NAMESPACES):
         return {}
     found = {}
     for attribute, part in getattr(value, "__dict__", {}).items():
@@ -396,7 +399,7 @@ def find_items(place: Place, objects: Mapping[str, Any]) -> dict[str, Any]:
 
 def _takes_parts(value: Any, *, is_kept: bool) -> bool:
     """Return whether the parts of an object that are assigned are among what is kept."""
-    if isinstance(value, list | dict | set | Namespace | types.SimpleNamespace):
+    if isinstance(value, (list, dict, set, *_NAMESPACES)):
         return True
     if isinstance(value, torch.nn.Module) or is_kept:
         return not isinstance(value, torch.nn.Module)
@@ -467,19 +470,12 @@ class _Contents:
             else:
                 seen.add(id(item))
                 parts, text = self._parts(item)
-                if id(item) in looked_into and self._is_looked_into(item):
+                if id(item) in looked_into and _is_own(item):
                     parts = [part for part in parts if text_of(part) is None]
                     looked_into |= set(map(id, parts))
             digest = zlib.crc32(text, digest)
             todo += parts
         return digest
-
-    def _is_looked_into(self, item: Any) -> bool:
-        """Return whether the plain attributes of an object are saved (`parts_of`)."""
-        is_namespace = isinstance(item, Namespace | types.SimpleNamespace)
-        return is_namespace or not (
-            isinstance(item, (list, dict, set, *_UNCHANGING)) or _is_of_library(type(item))
-        )
 
     def _parts(self, item: Any) -> tuple[list[Any], bytes | memoryview]:
         """Return what an object holds, and what it is itself."""
@@ -515,7 +511,8 @@ class _Contents:
             return [item.dataset], b""
         if isinstance(item, Dataset):
             return [part for part in vars(item).values() if isinstance(part, _SCALAR)], b""
-        if hasattr(kind, "__next__") or _is_of_library(item if isinstance(item, type) else kind):
+        is_of_library = _is_of_library(item if isinstance(item, type) else kind)
+        if hasattr(kind, "__next__") or (is_of_library and not isinstance(item, _NAMESPACES)):
             return [], b""
         return [p for n, p in getattr(item, "__dict__", {}).items() if not n.startswith("__")], b""
 

@@ -116,6 +116,14 @@ def test_a_killed_script_ends_as_an_undisturbed_one(runs, capsys, script):
     assert capsys.readouterr().err.count(LEVEL_2) == 3
 
 
+def require_continued(runs: Runs, capsys, source: str) -> None:
+    """A script ends as an undisturbed one, by the checkpoint of a step, and says so each time."""
+    runs.compare(source)
+    said = capsys.readouterr().err
+    assert said.count(LEVEL_2) == 3 and "level 1" not in said
+    assert list(runs.folder.glob("run/checkpoints/step-*20*"))
+
+
 SCRIPT = """
 import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, TensorDataset
@@ -192,10 +200,7 @@ def script(**parts: str) -> str:
 )  # fmt: skip
 def test_shapes_that_are_continued(runs, capsys, parts):
     """A restart has what the script itself keeps in variables and objects."""
-    runs.compare(script(**parts))
-    said = capsys.readouterr().err
-    assert said.count(LEVEL_2) == 3 and "level 1" not in said
-    assert list(runs.folder.glob("run/checkpoints/step-*20*"))
+    require_continued(runs, capsys, script(**parts))
 
 
 TRAINER = """
@@ -264,16 +269,17 @@ def trainer(**parts: str) -> str:
             "setup": "self.mean = Mean(n=0)", "step": "self.mean['n'] += 1",
             "end": "self.model.bias.data.add_(self.mean['n'])",
         },
+        {
+            "imports": "from argparse import Namespace", "setup": "self.args = Namespace(n=0)",
+            "step": "self.args.n += 1", "end": "self.model.bias.data.add_(self.args.n)",
+        },
         {"setup": "self.terms.owner = self", "step": "self.terms.factor += 1",
          "end": "self.model.bias.data.add_(self.terms.factor)"},
     ],
 )  # fmt: skip
 def test_loops_in_methods_are_continued(runs, capsys, parts):
     """What the object keeps in attributes is put back, and what these keep in theirs."""
-    runs.compare(trainer(**parts))
-    said = capsys.readouterr().err
-    assert said.count(LEVEL_2) == 3 and "level 1" not in said
-    assert list(runs.folder.glob("run/checkpoints/step-*20*"))
+    require_continued(runs, capsys, trainer(**parts))
 
 
 @pytest.mark.parametrize(
@@ -355,6 +361,8 @@ def test_loops_in_methods_that_stay_as_they_are(runs, capsys, parts, why):
         ({"setup": "class Counted(TensorDataset):\n    n = 0\n    def __getitem__(self, i):\n"
                    "        self.n += 1\n        return super().__getitem__(i)\n"
                    "loader = DataLoader(Counted(*data.tensors), 2)"}, "loader changes"),
+        ({"imports": "from argparse import Namespace", "setup": "parts = [Namespace(n=0)]",
+          "step": "parts[0].n += 1"}, "parts changes"),
         ({"setup": "others = iter(DataLoader(data))", "step": "next(others)", "epochs": "range(1)"},
          "others is an iterator, whose position is unknown"),
     ],
